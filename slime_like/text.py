@@ -34,6 +34,15 @@ def clean(text: object, longest: int = LONGEST) -> str:
     return line if len(line) <= longest else line[: longest - 3] + "..."
 
 
+def both_ends(text: str, longest: int = LONGEST) -> str:
+    """The text, or its beginning and its end: an error names itself first, and the output of a
+    program says at its end why it failed."""
+    if len(text) <= longest:
+        return text
+    first = longest // 4
+    return f"{text[:first]} ... {text[first + 5 - longest :]}"
+
+
 def list_names(names: Sequence[str], limit: int = 8) -> str:
     """The first names, comma-separated, and how many more there are."""
     rest = f" and {len(names) - limit} more" if len(names) > limit else ""

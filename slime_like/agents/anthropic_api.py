@@ -67,7 +67,7 @@ def parse_messages_request(
         tools,
         stop=parse_stop_strings(body.get("stop_sequences"), "stop_sequences"),
         max_tokens=parse_int(body.get("max_tokens"), "max_tokens", 1),
-        overridden=count_overridden(body, sampling),
+        overridden=count_overridden(body, sampling, NEUTRAL),
     )
     return ask, num_errors
 

@@ -13,13 +13,15 @@ import torch.distributed as dist
 from slime_like.agents.sessions import Session
 from slime_like.agents.task import Task
 from slime_like.agents.tree import Branch, SessionTree
-from slime_like.batching.turn_credit import NUMBERS, SUMMED
+from slime_like.batching.turn_credit import NUMBERS, SUMMED, TURNS
 from slime_like.distributed.collectives import gather
 from slime_like.rewards.limit import beyond_limit
 from slime_like.rollout.episode import mark_aborted
 from slime_like.types import Sample, SampleGroup, SampleStatus, flatten
 
 MESSAGES = "messages"  # metadata key of the main conversation
+RETURN_MEAN = "agent/return_mean"
+RETURN_STD = "agent/return_std"
 
 
 def bad_reward(reward: object, limit: float) -> str | None:
@@ -100,10 +102,31 @@ def agent_metrics(
         groups: Each sample is complete on the rank that generated it.
         group: Process group of all ranks, if the default group is in use at the same time.
     """
-    numbers = [s.metadata.get(NUMBERS) for s in flatten(groups) if isinstance(s, Sample)]
+    samples = [s for s in flatten(groups) if isinstance(s, Sample)]
+    numbers = [s.metadata.get(NUMBERS) for s in samples]
     local: list[Mapping[str, float]] = [n for n in numbers if isinstance(n, Mapping)]
     records = list(chain.from_iterable(gather(local, group)))
     metrics: dict[str, float] = {}
     for name in records[0] if records else ():
         metrics[f"agent/{name}"] = sum(record[name] for record in records) / len(records)
+    returns = list(chain.from_iterable(gather(_returns(samples), group)))
+    if any(value != reward for value, reward in returns):
+        values = torch.tensor([value for value, _ in returns], dtype=torch.float64)
+        metrics[RETURN_MEAN] = float(values.mean())
+        metrics[RETURN_STD] = float(values.std(correction=0))
     return metrics
+
+
+def _returns(samples: Sequence[Sample]) -> list[tuple[float, float]]:
+    """The episodes' rewards with those of their turns, and without, where an estimator credits the
+    turns separately."""
+    returns = []
+    for sample in samples:
+        if sample.reward is None or not math.isfinite(sample.reward):
+            continue
+        record = sample.metadata.get(TURNS)
+        of_turns = 0.0
+        if isinstance(record, Mapping) and not record.get(SUMMED):
+            of_turns = sum(record["rewards"])
+        returns.append((sample.reward + of_turns, sample.reward))
+    return returns

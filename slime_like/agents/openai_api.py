@@ -50,6 +50,10 @@ NEUTRAL: Mapping[str, Sequence[object]] = {
 }
 
 
+# wishes about the form of an answer, which are not enforced: harnesses send them with every request
+HINTS = frozenset(["tool_choice", "response_format", "text"])
+
+
 def parse_chat_request(body: Mapping[str, object], sampling: SamplingParams) -> ParsedRequest:
     """Parse a request body of the Chat Completions API. sampling: the run's, which overrides the
     client's.
@@ -70,7 +74,7 @@ def parse_chat_request(body: Mapping[str, object], sampling: SamplingParams) -> 
         stop=parse_stop_strings(body.get("stop"), "stop"),
         max_tokens=None if limit is None else parse_int(limit, "max_tokens", 1),
         seed=None if body.get("seed") is None else parse_int(body["seed"], "seed", -(2**63)),
-        overridden=count_overridden(body, sampling),
+        overridden=count_overridden(body, sampling, NEUTRAL),
     )
 
 
@@ -81,6 +85,8 @@ def reject_unsupported(
     for name, value in body.items():
         if value is None or name in known or value in neutral.get(name, ()):
             continue
+        if is_hint(name, value, neutral):
+            continue
         legal = neutral.get(name)
         legal_values = f"; legal: {', '.join(map(json.dumps, legal))}" if legal else ""
         raise BadRequest(
@@ -88,12 +94,25 @@ def reject_unsupported(
         )
 
 
-def count_overridden(body: Mapping[str, object], sampling: SamplingParams) -> int:
-    """Number of the client's sampling parameters that differ from the run's, which override
-    them."""
-    return sum(
+def is_hint(name: str, value: object, neutral: Mapping[str, Sequence[object]]) -> bool:
+    """Whether this parameter asks for a form of the answer (a tool, JSON). What the policy answers
+    is its own choice: the request is taken as without it, and counted."""
+    return name in HINTS and name in neutral and isinstance(value, str | dict)
+
+
+def count_overridden(
+    body: Mapping[str, object],
+    sampling: SamplingParams,
+    neutral: Mapping[str, Sequence[object]],
+) -> int:
+    """Number of the client's parameters that have no effect: sampling parameters that differ from
+    the run's, and wishes about the form of the answer."""
+    count = sum(
         body.get(name) is not None and body[name] != getattr(sampling, name)
         for name in ("temperature", "top_p", "top_k")
+    )
+    return count + sum(
+        is_hint(name, value, neutral) and value not in neutral[name] for name, value in body.items()
     )
 
 

@@ -68,7 +68,7 @@ def parse_responses_request(body: Mapping[str, object], sampling: SamplingParams
         tuple(messages),
         None if body.get("tool_choice") == "none" else tools,
         max_tokens=None if limit is None else parse_int(limit, "max_output_tokens", 1),
-        overridden=count_overridden(body, sampling),
+        overridden=count_overridden(body, sampling, NEUTRAL),
     )
 
 

@@ -40,6 +40,7 @@ from slime_like.environments.base import environment_maker
 from slime_like.import_utils import load_function
 from slime_like.logs import warn_rank_0
 from slime_like.rollout.episode import CustomGenerate, LoopRunner, Model, mark_aborted
+from slime_like.text import both_ends
 from slime_like.types import Sample
 
 if TYPE_CHECKING:
@@ -293,7 +294,7 @@ class AgentGenerate(CustomGenerate):
         if isinstance(error := play.exception(), WorkerLost):
             raise error
         if error is not None:
-            return None, f"{self.name} raised {type(error).__name__}: {error}"[:500]
+            return None, both_ends(f"{self.name} raised {type(error).__name__}: {error}")
         return play.result(), None
 
     async def _run_agent(self, task: Task) -> object:

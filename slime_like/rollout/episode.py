@@ -35,6 +35,7 @@ from slime_like.engines.base import (
 from slime_like.rewards.limit import to_reward
 from slime_like.samples.routed_experts import join_routed_experts, pad_routed_experts
 from slime_like.samples.sampling_mask import empty_sampling_mask, pad_sampling_mask
+from slime_like.text import both_ends
 from slime_like.types import NOT_SAMPLED, Sample, SampleStatus
 
 if TYPE_CHECKING:
@@ -266,7 +267,8 @@ class CustomGenerate:
         except (Exception, SystemExit) as error:
             if isinstance(error, ValueError) and _raised_here(error):
                 raise
-            return mark_aborted(sample, f"{self.name} raised {type(error).__name__}: {error}"[:500])
+            reason = f"{self.name} raised {type(error).__name__}: {error}"
+            return mark_aborted(sample, both_ends(reason))
 
 
 def play_episode(function: Callable[[Model, Episode], Awaitable[None]]) -> Respond:

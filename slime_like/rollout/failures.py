@@ -56,7 +56,9 @@ def first_failure(samples: Sequence[AnySample], group: dist.ProcessGroup | None 
 def describe_failure(sample: Sample) -> str:
     """Why the sample failed."""
     if sample.status == SampleStatus.ABORTED:
-        reason = sample.metadata.get("failure")
+        reason = str(sample.metadata.get("failure") or "")
+        if reason.startswith("--"):  # of the function or program that this flag names
+            return f"sample {sample.sample_id}: {reason}"
         suffix = f": {reason}" if reason else ""
         return f"sample {sample.sample_id}: aborted by the engine{suffix}"
     return (

@@ -78,6 +78,9 @@ class ReinforcementLearning:
         metrics = rollout_metrics(samples, None if self._recorded else weight_version)
         metrics = merge_metrics(metrics, collected)
         metrics["rollout/failed_frac"] = failed_fraction(samples, collected)
+        if "agent/return_mean" in collected:  # what is learned is in the turns
+            metrics["rollout/reward_mean"] = collected["agent/return_mean"]
+            metrics["rollout/reward_std"] = collected["agent/return_std"]
         if not self._recorded:
             source = f"{self._source}, rollout {step + 1}"
             check_staleness(samples, weight_version, self._staleness, source)

@@ -208,8 +208,8 @@ def test_responses_and_streams() -> None:
     [
         ({"messages": []}, "messages must be a list of at least one"),
         ({"messages": [user("a")], "top_logprobs": 3}, "top_logprobs = 3 is not offered"),
-        ({"messages": [user("a")], "tool_choice": "required"}, 'legal: "auto", "none"'),
-        ({"messages": [user("a")], "response_format": {"type": "json_object"}}, "response_format"),
+        ({"messages": [user("a")], "tool_choice": 3}, 'legal: "auto", "none"'),
+        ({"messages": [user("a")], "response_format": ["json"]}, "response_format"),
         ({"messages": [user("a")], "unheard_of": 1}, "unheard_of = 1 is not offered"),
         ({"messages": [user("a")], "n": 0}, "n is 0, must be a whole number from 1"),
         ({"messages": [user("a")], "stop": [""]}, "stop must be text"),
