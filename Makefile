@@ -188,4 +188,4 @@ parity-full: install
 	$(BIN)/python benchmarks/parity/matrix.py
 
 clean:
-	rm -rf $(VENV) outputs build *.egg-info
+	rm -rf $(VENV) $(TE_PYTHON) outputs build *.egg-info
