@@ -34,16 +34,20 @@ class Dependency:
     """A package or program that runs may need.
 
     module: name to import, "" for a program. package: distribution name, or the program's name.
+    advice: how to get it, where pip install of its name would be wrong.
     """
 
     module: str
     package: str
     use: str
     required: bool = False
+    advice: str | None = None
 
     @property
     def remedy(self) -> str:
         """How to get it: a pip command, or whom to ask."""
+        if self.advice is not None:
+            return self.advice
         if not self.module:
             return "of the cluster's administrator"
         if self.required:
@@ -110,9 +114,19 @@ DEPENDENCIES = (
         "transformer-engine",
         "fused layers on GPUs, context parallelism there",
     ),
-    Dependency("apex", "apex", "NVIDIA's fused optimizers and --gradient-accumulation-fusion"),
+    Dependency(
+        "apex",
+        "apex",
+        "NVIDIA's fused optimizers and --gradient-accumulation-fusion",
+        advice="build it from github.com/NVIDIA/apex (the index has another project of this name)",
+    ),
     Dependency("flash_attn", "flash-attn", "attention kernels of Transformer Engine"),
-    Dependency("sglang", "sglang", "rollout engines that this environment starts"),
+    Dependency(
+        "sglang",
+        "sglang",
+        "rollout engines that this environment starts",
+        advice="in an environment of its own, as it needs other versions (--sglang-python)",
+    ),
     Dependency("sglang_router", "sglang-router", "one address for several engines"),
     Dependency("httpx", "httpx", "engines and rewards over HTTP"),
     Dependency("reasoning_gym", "reasoning-gym", "tasks that are made on the fly"),

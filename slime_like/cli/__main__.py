@@ -11,7 +11,7 @@ import argparse
 import importlib
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import slime_like
@@ -20,16 +20,18 @@ import slime_like
 @dataclass(frozen=True, slots=True)
 class Command:
     """A subcommand. module: has `main() -> int | None`, which reads sys.argv, and `parser()`,
-    unless it handles shell completion itself. added: arguments appended to the user's."""
+    unless it handles shell completion itself. added: arguments appended to the user's. runs: it
+    does more than to print, and must survive the reader of its output."""
 
     module: str
     help: str
     added: tuple[str, ...] = ()
+    runs: bool = False
 
 
 COMMANDS: Mapping[str, Command] = {
-    "train": Command("train", "train a policy, as python train.py does"),
-    "serve": Command("slime_like.tinker.__main__", "serve the Tinker API"),
+    "train": Command("train", "train a policy, as python train.py does", runs=True),
+    "serve": Command("slime_like.tinker.__main__", "serve the Tinker API", runs=True),
     "preflight": Command(
         "train", "check without a GPU whether a job starts and fits in memory", ("--preflight",)
     ),
@@ -75,7 +77,19 @@ def dispatch(prog: str, commands: Mapping[str, Command], argv: list[str]) -> int
     if os.getcwd() not in sys.path:  # like python -m: --import-modules finds modules there
         sys.path.append(os.getcwd())
     sys.argv = [f"{prog} {name}", *argv[1:], *command.added]
-    return importlib.import_module(command.module).main() or 0
+    program: Callable[[], int | None] = importlib.import_module(command.module).main
+    return (program() or 0) if command.runs else until_closed(program)
+
+
+def until_closed(program: Callable[[], int | None]) -> int:
+    """Run the program, which ends in silence when the reader of its output does (`| head`)."""
+    try:
+        status = program() or 0
+        sys.stdout.flush()
+    except BrokenPipeError:  # otherwise Python flushes the rest at exit and fails again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return status
 
 
 def complete(prog: str, commands: Mapping[str, Command]) -> int:

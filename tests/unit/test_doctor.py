@@ -128,3 +128,22 @@ def test_every_dependency_is_looked_for() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     needed = {re.match(r"[\w-]+", line)[0].lower() for line in project["dependencies"]}  # type: ignore[index]
     assert needed == {thing.package for thing in DEPENDENCIES if thing.required}
+
+
+def test_advice_names_the_right_project() -> None:
+    advice = {each.package: each.remedy for each in DEPENDENCIES}
+    assert "github.com/NVIDIA/apex" in advice["apex"] and "pip install" not in advice["apex"]
+    assert "environment of its own" in advice["sglang"]
+
+
+@pytest.mark.parametrize("command", ["doctor", "doctor --json"])
+def test_a_reader_that_leaves_is_no_error(command: str) -> None:
+    line = f"{sys.executable} -m slime_like.cli {command} | head -c 1"
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", line],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=ROOT,
+    )
+    assert done.returncode in (0, 141) and done.stderr == ""
