@@ -161,6 +161,7 @@ class Trainer:
                     f"nothing to do: the checkpoint has {self.start} of {self.num_rollouts} "
                     "rollouts"
                 )
+                self._export()  # perhaps the flag for it is what this start is for
                 return 0
             if self.start == 0 and self.sampling.evaluator and not run.eval.skip_eval_before_train:
                 scores = self._evaluate(self.start)
@@ -240,7 +241,8 @@ class Trainer:
         for flag, path, name, save in targets:
             if path:
                 with writes_to(flag, path):
-                    folder = save(path.replace("{rollout_id}", str(self.num_rollouts)))
+                    done = max(self.start, self.num_rollouts)
+                    folder = save(path.replace("{rollout_id}", str(done)))
                 logger.info(f"{name}: {folder}")
 
     def close(self, *, finish_s: float | None = None) -> None:

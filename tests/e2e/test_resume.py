@@ -93,9 +93,13 @@ train.main()
 def test_a_finished_run_says_so(
     server: TrainServer, work: Workspace, whole: Path, tmp_path: Path
 ) -> None:
-    done = server.train(
-        flags(work, tmp_path, num_rollout=4, load=whole / "checkpoints"), tmp_path / "log"
-    ).ok()
+    """And exports its weights, if it is asked to."""
+    argv = flags(
+        work, tmp_path, num_rollout=4, load=whole / "checkpoints", save_hf=tmp_path / "{rollout_id}"
+    )
+    done = server.train(argv, tmp_path / "log").ok()
+    assert (tmp_path / "4" / "config.json").is_file()
+    assert (tmp_path / "4" / "model.safetensors").is_file()
     assert "nothing to do: the checkpoint has 4 of 4 rollouts" in done.out
     assert "rollout 4/4" not in done.out
     assert done.err == ""
