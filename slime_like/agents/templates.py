@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from slime_like.agents.messages import BadRequest, ContextExceeded
 from slime_like.data.chat_template import ChatRenderer
 from slime_like.data.messages import Message
+from slime_like.data.rendering import RowProblem
 from slime_like.text import common_prefix
 
 if TYPE_CHECKING:
@@ -74,7 +75,8 @@ class ChatTemplate:
         """Tokens of the full conversation and the opening of the next turn.
 
         Raises:
-            BadRequest: With the template's message, if it rejects the conversation.
+            BadRequest: With the template's message, if it rejects the conversation; or a message
+                that it does not write.
             ContextExceeded: See `encode`.
         """
         try:
@@ -82,6 +84,7 @@ class ChatTemplate:
         except Exception as error:  # templates may raise anything
             reason = str(error).split("\n", 1)[0][:300]
             raise BadRequest(f"the chat template refuses the messages: {reason}") from error
+        self._check_written(messages, tools, 0)
         return self.encode(text)
 
     def following(
@@ -104,6 +107,9 @@ class ChatTemplate:
         Returns:
             The rest of the answer's turn, the messages since then and the opening of the next turn;
             None if the rendered texts do not show where they begin.
+
+        Raises:
+            BadRequest: The template does not write one of `after`.
         """
         end = self.decode([last]) if last in self.end_ids and last is not None else ""
         for pair in _placeholder_pairs(answer):
@@ -120,8 +126,15 @@ class ChatTemplate:
                 continue
             rest = self._rest(full_text, closing, end, has_calls=bool(pair[0].get("tool_calls")))
             if rest is not None:
+                self._check_written([*before, pair[0], *after], tools, len(before) + 1)
                 return self.encode(rest)
         return None
+
+    def _check_written(self, messages: Sequence[Message], tools: object, start: int) -> None:
+        try:
+            self._renderer.check_written(messages, tools, start=start)
+        except RowProblem as problem:
+            raise BadRequest(str(problem)) from None
 
     def _rest(self, full_text: str, closing: str, end: str, *, has_calls: bool) -> str | None:
         """Text after an answer's content. full_text: what follows the placeholder. closing: the

@@ -61,20 +61,27 @@ class ChatRenderer:
                 return text
         return self._apply(mapped, tools, open_turn)
 
-    def check_written(self, messages: Sequence[Message], tools: object = None) -> None:
-        """Check that the text depends on every message: templates ignore roles, tools' results and
-        calls that they do not know.
+    def check_written(
+        self, messages: Sequence[Message], tools: object = None, *, start: int = 0
+    ) -> None:
+        """Check that the text depends on every message from `start` on: templates ignore roles,
+        tools' results and calls that they do not know.
 
         Raises:
-            RowProblem: Names the message that the template leaves out.
+            RowProblem: Names the message that the template leaves out. Not raised for messages that
+                the template refuses, which `render` reports.
         """
         text: str | None = None
-        for index, message in enumerate(messages):
+        for index, message in enumerate(messages[start:], start):
             around = [m["role"] for m in messages[max(0, index - 1) : index + 2]]
             kind = (index == 0, *around, bool(message.get("tool_calls")))
             if kind in self._written:
                 continue
-            text = self.render(messages, tools, open_turn=False) if text is None else text
+            if text is None:
+                try:
+                    text = self.render(messages, tools, open_turn=False)
+                except Exception:  # templates may raise anything
+                    return
             if self._is_lost(messages, index, tools, text):
                 what = "the tool calls" if message.get("tool_calls") else "the text"
                 raise RowProblem(

@@ -402,3 +402,28 @@ def test_calls_in_a_history_reach_a_template_that_takes_them_as_text_alone() -> 
     template = talk.session.tree.template
     text = template.decode(template.prompt(history, TOOLS))
     assert 'weather\n```json\n{"city": "Zürich"}' in text
+
+
+def test_a_message_that_the_template_does_not_write_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In a first request and in what follows an answer, whose own calls are kept as tokens."""
+    talk = Talk("qwen3")
+    template = (
+        "{% for m in messages if m.role in ('user', 'assistant') %}"
+        "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+    monkeypatch.setattr(talk.tokenizer, "chat_template", template)
+    told = {"role": "system", "content": "Be brief."}
+    with pytest.raises(BadRequest, match=r"message 0 \(system\): the chat template does not write"):
+        talk.ask("never said", told, user("a"))
+    talk.history.clear()
+    talk.writer.texts.clear()
+    choice = talk.ask(talk.calls(PARIS), user("a"), tools=TOOLS)
+    with pytest.raises(BadRequest, match=r"message 2 \(tool\): the chat template does not write"):
+        talk.ask("never said", result(choice, 0, "17 degrees"), tools=TOOLS)
+    del talk.history[2:]
+    talk.writer.texts.clear()
+    answer = talk.ask(talk.said("17 degrees.") + talk.end(), user("and now?"), tools=TOOLS)
+    assert answer.message["content"] == "17 degrees."
