@@ -28,7 +28,6 @@ PROPERTIES = types.SimpleNamespace(
     L2_cache_size=50 * 2**20, shared_memory_per_block=49152, shared_memory_per_block_optin=232448,
     is_integrated=0, is_multi_gpu_board=0, uuid="pretend",
 )  # fmt: skip
-KEPT: list[object] = []  # groups that only C++ refers to
 
 
 def install() -> None:
@@ -247,7 +246,6 @@ class ProcessGroupNCCL(metaclass=_IsNccl):
     def __new__(cls, store: Any, rank: int, size: int, options: Any = None) -> Any:
         timeout = getattr(options, "_timeout", None) or timedelta(minutes=10)
         gloo = torch._C._distributed_c10d.ProcessGroupGloo(store, rank, size, timeout=timeout)
-        KEPT.append(gloo)
         store.set(f"device of {rank}", str(C.device()))
         devices = [store.get(f"device of {other}") for other in range(size)]
         if len(set(devices)) < size:
