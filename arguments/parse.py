@@ -11,7 +11,6 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import NoReturn
 
-from arguments.actions import HelpRequested
 from arguments.config_groups import ConfigGroups
 from arguments.critic_layout import build_critic
 from arguments.draft import Draft, Program, make_draft, settings_of
@@ -20,7 +19,7 @@ from arguments.from_python import as_words, read_settings
 from arguments.help import SERVER_USAGE, TRAIN_USAGE
 from arguments.hf.model import HfModel, UnsupportedNetwork, read_hf_model
 from arguments.megatron_configs import build_megatron_configs, resolve_transformer_impl
-from arguments.parser import LauncherParser
+from arguments.parser import HelpRequested, LauncherParser
 from arguments.resolve_loss import choose_loss, resolve_aliases
 from arguments.rules.algorithm import completed_critic, has_critic
 from arguments.rules.declared import declared_warnings

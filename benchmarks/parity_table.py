@@ -31,8 +31,9 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.parity.models import make_model  # noqa: E402
 from slime_like.rollout.recording import save_rollout  # noqa: E402
+from slime_like.samples.groups import SampleGroup  # noqa: E402
 from slime_like.sglang.processes import free_ports  # noqa: E402
-from slime_like.types import Sample, SampleGroup  # noqa: E402
+from slime_like.types import Sample  # noqa: E402
 
 STEPS = 3
 GROUPS = 2

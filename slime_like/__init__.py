@@ -24,7 +24,7 @@ _HOMES = {
     "RunError": "slime_like.errors",
     "Prompt": "slime_like.types",
     "Sample": "slime_like.types",
-    "SampleGroup": "slime_like.types",
+    "SampleGroup": "slime_like.samples.groups",
     "SampleStatus": "slime_like.types",
     "TrainBatch": "slime_like.types",
     "TrainSample": "slime_like.types",

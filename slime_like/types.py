@@ -12,10 +12,9 @@ j-th response token.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
-from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from slime_like.lazy import Tensor, torch
@@ -24,7 +23,6 @@ from slime_like.token_columns import TokenColumns
 if TYPE_CHECKING:
     from slime_like.megatron.ops.attention import PackedRows
     from slime_like.metrics.typed import Metric
-    from slime_like.samples.index import AnySample
 
 
 NOT_SAMPLED = -1  # weight version of a token that the policy did not generate (tool output etc.)
@@ -173,34 +171,7 @@ class Sample:
         return getattr(self, name) is not None
 
 
-@dataclass(frozen=True, slots=True)
-class SampleGroup:
-    """All samples of one prompt; samples held by another rank are `RemoteSample`s."""
-
-    group_id: int
-    samples: tuple[AnySample, ...]
-
-
 T = TypeVar("T")
-
-
-def flatten(groups: Iterable[SampleGroup]) -> list[AnySample]:
-    """The samples of all groups, in order."""
-    return [sample for group in groups for sample in group.samples]
-
-
-def split(items: Sequence[T], sizes: Sequence[int]) -> list[tuple[T, ...]]:
-    """Consecutive parts of these sizes, which cover all items."""
-    assert len(items) == sum(sizes), (len(items), sizes)
-    remaining = iter(items)
-    return [tuple(islice(remaining, size)) for size in sizes]
-
-
-def regroup(groups: Iterable[SampleGroup], samples: Iterable[AnySample]) -> list[SampleGroup]:
-    """The inverse of `flatten`: groups of the same sizes with these samples."""
-    groups = list(groups)
-    parts = split(list(samples), [len(group.samples) for group in groups])
-    return [replace(g, samples=part) for g, part in zip(groups, parts)]
 
 
 @dataclass(frozen=True, slots=True)

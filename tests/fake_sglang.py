@@ -34,7 +34,7 @@ from slime_like.sglang.requests import RequestSettings
 from slime_like.sglang.routed_experts import RoutesFormat
 from slime_like.sglang.router import Router
 from slime_like.sglang.server_pool import HealthSettings, ServerPool
-from slime_like.weight_sync.transports.base import UpdateSettings
+from slime_like.weight_sync.settings import UpdateSettings
 from slime_like.weight_sync.updater import WeightUpdater
 from slime_like.weights.buckets import views
 from slime_like.weights.export_plan import TensorPlan

@@ -20,6 +20,7 @@ from slime_like.advantages import (  # noqa: F401  (each registers its estimator
     turns,
 )
 from slime_like.advantages.distillation import teacher_gaps
+from slime_like.advantages.episodes import EpisodeTurns
 from slime_like.advantages.estimate import (
     AdvantageSettings,
     Outcomes,
@@ -31,7 +32,6 @@ from slime_like.advantages.otb import token_energies
 from slime_like.advantages.outcome import AdvantageOutput, compute_advantages
 from slime_like.advantages.registry import (
     AdvantageEstimator,
-    EpisodeTurns,
     GroupRewards,
     OutcomeEstimator,
     RewardParts,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from slime_like.advantages.distillation import prefix_weights
+from slime_like.advantages.episodes import EpisodeTurns, TokenTree
 from slime_like.advantages.kl_reward import sample_kl
 from slime_like.advantages.outcome import (
     SINGLETONS,
@@ -18,7 +19,6 @@ from slime_like.advantages.outcome import (
 )
 from slime_like.advantages.registry import (
     AdvantageEstimator,
-    EpisodeTurns,
     OutcomeEstimator,
     Peers,
     RewardParts,
@@ -27,7 +27,6 @@ from slime_like.advantages.registry import (
     advantage_estimators,
     takes_token_rewards,
 )
-from slime_like.advantages.tree_returns import TokenTree
 from slime_like.advantages.turns import turn_advantages
 from slime_like.advantages.whitening import all_reduce, whiten
 from slime_like.config import NON_NEGATIVE, POSITIVE, UNIT, CheckedSettings, arg

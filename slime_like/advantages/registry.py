@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from slime_like.advantages.episodes import TurnGroup
 from slime_like.lazy import Tensor
 from slime_like.registry import Registry
 
 if TYPE_CHECKING:
-    from slime_like.advantages.tree_returns import TokenTree
+    from slime_like.advantages.episodes import TokenTree
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,27 +113,6 @@ class TokenEstimator:
     takes_token_rewards: bool = False
     scales_by_std: bool = False
     follows_tokens: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class EpisodeTurns:
-    """The turns of an agent's episode."""
-
-    parents: Sequence[int]  # the turn that each turn continues, -1 for none
-    rewards: Sequence[float]  # of each turn
-    # per sequence, of each trained turn: (first token in the response, number of tokens, turn)
-    spans: Sequence[Sequence[tuple[int, int, int]]]
-
-
-@dataclass(frozen=True, slots=True)
-class TurnGroup:
-    """The valid episodes of one prompt."""
-
-    rewards: Sequence[float]  # of each episode, without turn rewards
-    episodes: Sequence[EpisodeTurns]
-    compared: Sequence[float] | None  # post-processed by a user function; None: to be normalised
-    gamma: float
-    normalize_std: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,26 +21,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from slime_like.advantages.registry import EpisodeTurns, TokenRewards
+from slime_like.advantages.episodes import TokenTree
+from slime_like.advantages.registry import TokenRewards
 from slime_like.advantages.returns import discounted_returns, gae, token_rewards
 from slime_like.advantages.whitening import all_reduce
-from slime_like.lazy import Tensor, dist, torch
-
-
-@dataclass(frozen=True, slots=True)
-class TokenTree:
-    """The turns of a rollout's episodes, for the samples of this rank."""
-
-    episodes: Sequence[EpisodeTurns | None]  # of all ranks; None: without a record of its turns
-    outcomes: Sequence[float]  # reward of each episode, including those of its turns
-    lengths: Sequence[int]  # trained tokens of each episode
-    local_indices: Sequence[int]  # the episode of each sample of this rank
-    sequences: Sequence[int]  # its index among the sequences of the episode
-    group: dist.ProcessGroup | None = None  # data-parallel ranks, which share the trees
-
-    def has(self, k: int) -> bool:
-        """Whether the k-th sample of this rank is of an episode with a record."""
-        return self.episodes[self.local_indices[k]] is not None
+from slime_like.lazy import Tensor, torch
 
 
 def batch_returns(batch: TokenRewards) -> list[Tensor]:

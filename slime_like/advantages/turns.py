@@ -23,13 +23,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 from itertools import chain
 
+from slime_like.advantages.episodes import EpisodeTurns, TurnGroup
 from slime_like.advantages.grpo import EPS
-from slime_like.advantages.registry import (
-    EpisodeTurns,
-    TurnEstimator,
-    TurnGroup,
-    register_turn_estimator,
-)
+from slime_like.advantages.registry import TurnEstimator, register_turn_estimator
 from slime_like.lazy import Tensor, torch
 
 NO_TURNS = EpisodeTurns((), (), ((),))

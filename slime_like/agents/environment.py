@@ -14,7 +14,7 @@ from typing import TypeVar
 from slime_like.agents.messages import ContextExceeded
 from slime_like.agents.sessions import TooManyRequests
 from slime_like.agents.task import Task
-from slime_like.environments.base import TextEnvironment
+from slime_like.environments.interface import TextEnvironment
 
 T = TypeVar("T")
 

@@ -17,7 +17,8 @@ from slime_like.batching.turn_credit import NUMBERS, SUMMED, TURNS
 from slime_like.distributed.collectives import gather
 from slime_like.rewards.limit import beyond_limit
 from slime_like.rollout.episode import mark_aborted
-from slime_like.types import Sample, SampleGroup, SampleStatus, flatten
+from slime_like.samples.groups import SampleGroup, flatten
+from slime_like.types import Sample, SampleStatus
 
 MESSAGES = "messages"  # metadata key of the main conversation
 RETURN_MEAN = "agent/return_mean"

@@ -6,18 +6,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TypedDict
 
 from arguments.run_config import RunConfig
 from slime_like.advantages import (
     AdvantageSettings,
-    EpisodeTurns,
     Outcomes,
     RewardParts,
     TurnEstimator,
     advantage_estimators,
     follows_tokens,
 )
+from slime_like.batching.outcome_fields import OutcomeFields
 from slime_like.batching.train_samples import _sum_by_episode
 from slime_like.distributed.collectives import from_rank_zero, gather, together
 from slime_like.lazy import Tensor, torch
@@ -46,15 +45,6 @@ def advantage_settings(config: RunConfig) -> AdvantageSettings:
         distillation_only=distillation.opd_only,
         prefix_gamma=distillation.opd_prefix_gamma,
     )
-
-
-class OutcomeFields(TypedDict, total=False):
-    """Fields of `Outcomes` that not every run has."""
-
-    processed: Tensor
-    parts: RewardParts
-    turns: Sequence[EpisodeTurns | None]
-    penalties: Tensor
 
 
 def check_rewards(samples: Sequence[AnySample], limit: float) -> None:

@@ -17,7 +17,7 @@ from slime_like.samples.index import AnySample
 from slime_like.types import Sample
 
 if TYPE_CHECKING:
-    from slime_like.batching.outcomes import OutcomeFields
+    from slime_like.batching.outcome_fields import OutcomeFields
 
 # keys of a sample's metadata
 NUMBERS = "agent"

@@ -25,8 +25,9 @@ from slime_like.megatron.trained_network import TrainedNetwork
 from slime_like.rollout.hooks import hook_adapter
 from slime_like.samples.episodes import complete
 from slime_like.samples.exchange import gather_on_rank_zero
+from slime_like.samples.groups import SampleGroup, flatten
 from slime_like.samples.index import AnySample, Rows, Versions, remote_samples, rows_of
-from slime_like.types import Sample, SampleGroup, TrainBatch, TrainSample, flatten
+from slime_like.types import Sample, TrainBatch, TrainSample
 
 if TYPE_CHECKING:
     from megatron.core.transformer.module import MegatronModule

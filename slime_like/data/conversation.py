@@ -11,7 +11,7 @@ from arguments.schema.data import DataConfig
 from slime_like.data.messages import ASSISTANT
 from slime_like.data.prompt_format import PromptFormat, RowKeys, row_message
 from slime_like.data.rendering import render_rows
-from slime_like.data.source import Row
+from slime_like.data.rows import Row
 from slime_like.data.turns import MASKS, Segment, is_trained, split_trained_turns
 from slime_like.types import Prompt
 

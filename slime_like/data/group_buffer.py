@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from slime_like.data.prompts import PromptSource
+from slime_like.samples.groups import SampleGroup
 from slime_like.samples.index import AnySample
-from slime_like.types import Prompt, Sample, SampleGroup
+from slime_like.types import Prompt, Sample
 
 
 @dataclass(frozen=True, slots=True)

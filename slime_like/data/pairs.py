@@ -20,8 +20,8 @@ from slime_like.data.conversation import ConversationFormat
 from slime_like.data.messages import ASSISTANT
 from slime_like.data.prompt_format import PromptFormat, RowKeys, missing_key
 from slime_like.data.rendering import RowProblem, render_rows
+from slime_like.data.rows import Row
 from slime_like.data.sft import sft_samples
-from slime_like.data.source import Row
 from slime_like.data.turns import STEP_MASK, Segment, continue_turn
 from slime_like.types import Prompt, Sample
 

@@ -11,7 +11,7 @@ from arguments.schema.data import DataConfig
 from slime_like.data.chat_template import ChatRenderer
 from slime_like.data.messages import ASSISTANT, MessageProblem, canonical
 from slime_like.data.rendering import render_rows
-from slime_like.data.source import TASK_PREFIX, Row
+from slime_like.data.rows import TASK_PREFIX, Row
 from slime_like.data.turns import continue_turn
 from slime_like.rewards.registry import AnswerCheck
 from slime_like.types import PROMPT_MESSAGES, TEACHER_CONTEXT, Prompt

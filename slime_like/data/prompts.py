@@ -18,7 +18,8 @@ from arguments.schema.data import DataConfig
 from slime_like.data.conversation import ConversationFormat
 from slime_like.data.pairs import PairFormat
 from slime_like.data.prompt_format import ANY_LENGTH, PromptFormat, Room, RowKeys
-from slime_like.data.source import Row, RowSource, batches, open_source
+from slime_like.data.rows import Row
+from slime_like.data.source import RowSource, batches, open_source
 from slime_like.rewards.registry import AnswerCheck
 from slime_like.types import Prompt
 

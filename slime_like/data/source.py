@@ -17,19 +17,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
-from slime_like.data.values import (
-    dotted,
-    half_surrogate,
-    unwritable,
-    with_paths,
-    without_nulls,
-)
+from slime_like.data.rows import TASK_PREFIX, Row
+from slime_like.data.values import dotted, half_surrogate, unwritable, with_paths, without_nulls
 from slime_like.text import clean
 
-Row = dict[str, Any]
 RowCheck = Callable[[Row], str | None]  # problem with a row, or None
 
-TASK_PREFIX = "reasoning_gym:"
 SUFFIXES = (".jsonl", ".parquet")
 _UTF8_BOM = b"\xef\xbb\xbf"
 _RANGE = re.compile(r"^(?P<path>.*)@\[(?P<start>-?\d*):(?P<end>-?\d*)\]$", re.DOTALL)

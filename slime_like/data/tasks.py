@@ -20,7 +20,7 @@ from typing import Any, Literal, Union
 from urllib.parse import parse_qsl
 
 from slime_like.config import read_number
-from slime_like.data.source import TASK_PREFIX, Row
+from slime_like.data.rows import TASK_PREFIX, Row
 from slime_like.data.values import plain
 
 DEFAULT_SEED = 0  # reasoning-gym's default differs per process, so a run could not be resumed

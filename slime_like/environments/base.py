@@ -13,42 +13,16 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Protocol, TypeAlias
+from collections.abc import Callable, Mapping
+from typing import Any
 from urllib.parse import parse_qsl
 
+from slime_like.environments.interface import Step, TextEnvironment
 from slime_like.import_utils import load_function
 
 FLAG = "--agent-environment"
 GYMNASIUM = "gymnasium:"
 SINGLE_TURN = "single_turn"
-
-# observation, reward of the action (None: use the run's reward function), whether it is done
-Step: TypeAlias = tuple[str, float | None, bool]
-
-
-class TextEnvironment(Protocol):
-    """One episode: `reset` once, then `step` until done. Both may be async; sync methods run in a
-    thread per episode. `close` is called at the end, if defined."""
-
-    def reset(self, *, seed: int, row: Mapping[str, object]) -> str | Awaitable[str]:
-        """The first observation.
-
-        Args:
-            seed: Equal for all samples of a prompt, from 0 to 2**31 - 1.
-            row: ``prompt``, ``label``, ``metadata`` and ``evaluation``. Additions to its metadata
-                are visible to the reward function.
-        """
-        ...
-
-    def step(self, action: str) -> Step | Awaitable[Step]:
-        """Process a model turn, without reasoning and the token that ended it.
-
-        Returns:
-            The observation, the reward of the action (None: use the run's reward function), and
-            whether the episode is over.
-        """
-        ...
 
 
 class SingleTurn:

@@ -13,7 +13,7 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
-from slime_like.environments.base import Step, TextEnvironment
+from slime_like.environments.interface import Step, TextEnvironment
 from slime_like.rewards.task import extract_answer
 
 _COLOURED = re.compile(r"\x1b\[[0-9;]*m(.*?)\x1b\[0m", re.DOTALL)

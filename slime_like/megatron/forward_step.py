@@ -24,7 +24,7 @@ from torch import Tensor
 
 from megatron_patches.known_shapes import known_shapes
 from megatron_patches.patch import VERSIONS
-from slime_like.megatron.ops.attention import rows_of_pass
+from slime_like.megatron.packed_batches import rows_of_pass
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.types import MicroBatch, TokenOutput
 

@@ -29,7 +29,7 @@ from slime_like.megatron.moe import (
     gather_recorded_experts,
     routed_experts_of_samples,
 )
-from slime_like.megatron.ops.context_parallel import join_context_ranks
+from slime_like.megatron.packed_batches import join_context_ranks
 from slime_like.megatron.packing import (
     MicroBatches,
     make_micro_batches,

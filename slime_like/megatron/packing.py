@@ -25,8 +25,8 @@ from slime_like.losses.turns import turns_of
 from slime_like.megatron.micro_batching import MicroBatchSize
 from slime_like.megatron.moe import make_length_sync
 from slime_like.megatron.ops.attention import packed_rows
-from slime_like.megatron.ops.context_parallel import rows_of_context_rank
 from slime_like.megatron.ops.tables import prepare_rows
+from slime_like.megatron.packed_batches import rows_of_context_rank
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.megatron.transfer import to_device
 from slime_like.token_columns import TokenColumns

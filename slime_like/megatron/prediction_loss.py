@@ -13,8 +13,8 @@ from torch import Tensor
 
 from slime_like.megatron.model.policy import LogProbHead, PolicyModel, head_weight
 from slime_like.megatron.model.prediction import RowsAhead
-from slime_like.megatron.ops.attention import rows_of_pass
 from slime_like.megatron.ops.fused_linear_logprob import rows_to_score
+from slime_like.megatron.packed_batches import rows_of_pass
 from slime_like.metrics.typed import Metric, masked_mean
 from slime_like.types import MicroBatch
 

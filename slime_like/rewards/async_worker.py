@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, BinaryIO
 
 from slime_like.rewards.custom import RewardArgs
-from slime_like.rewards.worker import ASYNC_SLOTS, Job, _read, _write, answer_to, raised
+from slime_like.rewards.worker_protocol import ASYNC_SLOTS, Job, _read, _write, answer_to, raised
 
 
 def serve(

@@ -33,7 +33,8 @@ from slime_like.rewards.registry import (
     reward_of,
     rewards,
 )
-from slime_like.rewards.worker import REMOTE, Answer, Job, Setup, Text
+from slime_like.rewards.worker import REMOTE, Setup
+from slime_like.rewards.worker_protocol import Answer, Job, Text
 from slime_like.samples.slime_sample import SlimeSample
 from slime_like.text import clean
 from slime_like.types import (

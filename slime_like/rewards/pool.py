@@ -29,7 +29,8 @@ from pathlib import Path
 from slime_like.errors import RunError
 from slime_like.rewards import confinement
 from slime_like.rewards import reaper as reaper
-from slime_like.rewards.worker import HEADER, Answer, Job, Setup
+from slime_like.rewards.worker import Setup
+from slime_like.rewards.worker_protocol import HEADER, Answer, Job
 from slime_like.text import clean, printable
 
 START_LIMIT_S = 120.0  # imports of a user's module on a slow file system

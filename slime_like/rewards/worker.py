@@ -13,19 +13,14 @@ from __future__ import annotations
 
 import ctypes
 import inspect
-import json
 import logging
-import numbers
 import os
-import pickle
 import resource
 import signal
-import struct
 import sys
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, BinaryIO, TypedDict
+from typing import Any, BinaryIO
 
 from slime_like.import_utils import load_module
 from slime_like.rewards import confinement, evaluation
@@ -33,49 +28,22 @@ from slime_like.rewards import reaper as reaper
 from slime_like.rewards.custom import RewardArgs, is_async, load_function
 from slime_like.rewards.registry import Reward, rewards
 from slime_like.rewards.sandbox import SandboxError
-from slime_like.samples.slime_sample import SlimeSample
-from slime_like.text import clean
+from slime_like.rewards.worker_protocol import (
+    Answer,
+    Job,
+    Text,
+    _read,
+    _reason,
+    _write,
+    answer_to,
+    raised,
+    to_answer,
+)
 
-HEADER = struct.Struct("<Q")
-ASYNC_SLOTS = 64  # concurrent samples of an asynchronous function
 # bytes of address space: a power tower in an answer must not take the machine's memory
 BUILTIN_MEMORY = 4 * 2**30
-# keys of a dict with token rewards
-SCORE = "score"
-TOKEN_REWARDS = "token_rewards"
 REMOTE = "remote_rm"  # served in an event loop, in separate workers
 _PR_SET_PDEATHSIG = 1
-
-Text = tuple[str, object, dict[str, object]]  # response, label, metadata
-
-
-class Answer(TypedDict, total=False):
-    """Result of a job: `value`, perhaps with `details` and `tokens`; or why there is none.
-
-    job: id. values, batch: of a job with several texts; `values` if all are plain numbers. group:
-    one answer per sample. wrong_type: description of a value that is no reward. raised, died: how.
-    refused: why the text is not scored. spent: CPU seconds of the worker until its timeout. unfit:
-    why an answer is scored like an empty one (`Grader`). ready, failed: of the worker's start.
-    last: the worker ends after this answer.
-    """
-
-    job: int
-    value: float | None
-    details: dict[str, float]
-    tokens: list[float]
-    values: list[float]
-    batch: list[Answer]
-    group: list[Answer]
-    wrong_type: str
-    raised: str
-    timeout: bool
-    spent: float
-    died: str
-    refused: str
-    unfit: str
-    ready: int
-    failed: str
-    last: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,17 +64,6 @@ class Setup:
         """Whether the workers only run built-in code on texts; a reward server needs the
         network."""
         return self.args.custom_rm_path is None and self.rm_types != (REMOTE,)
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """A unit of work. rm_type None: the custom function, with `sample` (a list: all samples of a
-    group, --group-rm); otherwise `texts`."""
-
-    id: int
-    rm_type: str | None
-    sample: SlimeSample | list[SlimeSample] | None = None
-    texts: list[Text] = field(default_factory=list)
 
 
 def main() -> None:
@@ -197,21 +154,6 @@ def _confine(names: tuple[str, ...]) -> None:
         confinement.lock(paths)
 
 
-def _read(pipe: BinaryIO) -> Any:
-    """Read the next frame; None at the end."""
-    header = pipe.read(HEADER.size)
-    if len(header) < HEADER.size:
-        return None
-    body = pipe.read(HEADER.unpack(header)[0])
-    return pickle.loads(body)
-
-
-def _write(pipe: BinaryIO, answer: Answer) -> None:
-    body = json.dumps(answer).encode()
-    pipe.write(HEADER.pack(len(body)) + body)
-    pipe.flush()
-
-
 def _grade(job: Job, function: Callable[..., Any] | None, args: RewardArgs) -> Answer:
     if job.rm_type is not None:
         reward = rewards.get(job.rm_type)
@@ -262,90 +204,3 @@ def _call(reward: Reward, text: Text) -> Answer:
 
 async def _finish(awaitable: Any) -> Any:
     return await awaitable
-
-
-def answer_to(job: Job, value: Any, reward_key: str | None) -> Answer:
-    """Like `to_answer`; for a group, one answer per sample under ``group``."""
-    if not isinstance(job.sample, list):
-        return to_answer(value, reward_key)
-    if isinstance(value, dict | str) or not hasattr(value, "__len__"):
-        return {
-            "wrong_type": f"{type(value).__name__} for a group of {len(job.sample)} samples, not "
-            "a list of rewards"
-        }
-    if len(value) != len(job.sample):
-        return {"wrong_type": f"{len(value)} rewards for a group of {len(job.sample)} samples"}
-    return {"group": [to_answer(item, reward_key) for item in value]}
-
-
-def to_answer(value: Any, reward_key: str | None) -> Answer:
-    """Convert a reward function's value to an answer.
-
-    `details` are the other numbers of a dict. `tokens` are token rewards: a list, or the key
-    ``token_rewards`` of a dict. The response's reward is then the dict's value under `reward_key`
-    (or ``score``), otherwise their sum.
-    """
-    if type(value) is float:
-        return {"value": value}
-    details: dict[str, float] = {}
-    tokens: Any = _row_of_numbers(value)
-    if isinstance(value, dict):
-        if (reward_key or TOKEN_REWARDS) not in value:
-            return {"wrong_type": f"a dict with the keys {', '.join(map(repr, value)) or '(none)'}"}
-        key = reward_key or SCORE
-        details = {
-            str(name): float(item)
-            for name, item in value.items()
-            if name != key and isinstance(item, numbers.Real)
-        }
-        if TOKEN_REWARDS in value and (tokens := _row_of_numbers(value[TOKEN_REWARDS])) is None:
-            return {"wrong_type": f"{TOKEN_REWARDS!r} that are no list of numbers"}
-        value = value[key] if key in value else sum(tokens)
-    elif tokens is not None:
-        value = sum(tokens)
-    if not isinstance(value, numbers.Real) and callable(getattr(value, "item", None)):
-        try:
-            value = value.item()  # numpy and torch scalars
-        except (ValueError, RuntimeError):
-            return {"wrong_type": f"{type(value).__name__} of more than one dimension"}
-    if value is not None and not isinstance(value, numbers.Real):
-        return {"wrong_type": type(value).__name__}
-    answer: Answer = {"value": None if value is None else float(value)}
-    if tokens is not None:
-        answer["tokens"] = tokens
-    return {**answer, "details": details} if details else answer
-
-
-def _row_of_numbers(value: Any) -> list[float] | None:
-    """Numbers of a list, tuple or 1-D array or tensor; None for anything else, and for arrays of
-    one element, which count as numbers."""
-    if getattr(value, "ndim", 0) == 1 and len(value) != 1:
-        value = value.tolist()
-    if isinstance(value, list | tuple) and all(isinstance(item, numbers.Real) for item in value):
-        return [float(item) for item in value]
-    return None
-
-
-def raised(error: BaseException) -> Answer:
-    return {"raised": _reason(error)}
-
-
-def _reason(error: BaseException) -> str:
-    """Type, message, and the innermost code location outside of this project, libraries and the
-    interpreter."""
-    message = f"{type(error).__name__}: {_message(error)}"
-    folder = os.path.dirname(os.path.abspath(__file__))
-    places = [
-        f"{frame.filename}:{frame.lineno}"
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith((folder, "<", sys.base_prefix))
-        and f"{os.sep}site-packages{os.sep}" not in frame.filename
-    ]
-    return clean(f"{message} ({places[-1]})" if places else message)
-
-
-def _message(error: BaseException) -> str:
-    try:
-        return str(error)
-    except Exception as second:
-        return f"(its message cannot be made: {type(second).__name__})"

@@ -16,7 +16,8 @@ from torch import Tensor
 from slime_like.distributed.collectives import gather
 from slime_like.metrics.health import SPECIAL_TOKENS
 from slime_like.rewards.grader import UNFIT
-from slime_like.types import Sample, SampleGroup, SampleStatus, flatten
+from slime_like.samples.groups import SampleGroup, flatten
+from slime_like.types import Sample, SampleStatus
 
 SCORED_AS_EMPTY = "rollout/scored_as_empty_frac"
 

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 from slime_like.metrics.timers import SAMPLING_SECONDS
 from slime_like.rollout.generated import GeneratedRollout
 from slime_like.rollout.group_rows import groups_from_rows, groups_to_rows
+from slime_like.samples.groups import SampleGroup
 from slime_like.samples.index import AnySample
-from slime_like.types import SampleGroup
 
 if TYPE_CHECKING:
     from slime_like.checkpoints.state import AheadRow, SampledAhead, SamplingState, TrainerState

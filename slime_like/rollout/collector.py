@@ -32,8 +32,9 @@ from slime_like.rollout.rollouter import Rollouter
 from slime_like.rollout.shared_groups import gather_pending, groups_of_index, index_of_groups
 from slime_like.rollout.streaming import Responder, StreamGeneration
 from slime_like.samples.episodes import complete
+from slime_like.samples.groups import SampleGroup, flatten
 from slime_like.samples.index import AnySample, RemoteSample, untrained
-from slime_like.types import Prompt, SampleGroup, flatten
+from slime_like.types import Prompt
 
 if TYPE_CHECKING:
     from arguments.schema.scheduling import SchedulingConfig

@@ -19,7 +19,8 @@ from slime_like.rewards.grader import Grader
 from slime_like.rewards.registry import answer_check
 from slime_like.rollout.failures import warn_failed
 from slime_like.rollout.rollouter import Rollouter, eval_sampling
-from slime_like.types import Prompt, SampleGroup, flatten
+from slime_like.samples.groups import SampleGroup, flatten
+from slime_like.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from arguments.rules.scheduling import FILTERS
 from slime_like.data.group_buffer import ChooseWaiting, oldest_first
+from slime_like.samples.groups import SampleGroup
 from slime_like.samples.index import AnySample
-from slime_like.types import SampleGroup
 
 DYNAMIC_FILTER = "--dynamic-sampling-filter-path"
 NO_SPREAD = 1e-6  # reward standard deviation up to which a group gives no advantage

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from slime_like.samples.groups import SampleGroup, flatten
 from slime_like.samples.index import AnySample
 from slime_like.samples.masking import mask_failed
-from slime_like.types import SampleGroup, flatten
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,9 @@ from torch import Tensor
 from slime_like.data.group_buffer import PendingGroup
 from slime_like.rollout.recording import decode, encode
 from slime_like.samples.episodes import complete
+from slime_like.samples.groups import SampleGroup, split
 from slime_like.samples.index import AnySample, remote_samples, rows_of
-from slime_like.types import Prompt, Sample, SampleGroup, SampleStatus, split
+from slime_like.types import Prompt, Sample, SampleStatus
 
 _ARRAYS = (
     "tokens",

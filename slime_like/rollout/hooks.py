@@ -33,8 +33,9 @@ from slime_like.rollout.filters import BUILT_IN_FILTERS, DYNAMIC_FILTER, GroupFi
 from slime_like.rollout.rollouter import Rollouter
 from slime_like.samples.episodes import complete
 from slime_like.samples.exchange import gather_on_rank_zero
+from slime_like.samples.groups import SampleGroup
 from slime_like.samples.index import AnySample
-from slime_like.types import Sample, SampleGroup
+from slime_like.types import Sample
 
 ADAPTER = "slime_like.compat.slime.adapter"
 TRAIN_ADAPTER = "slime_like.compat.slime.train_hooks"

@@ -16,7 +16,8 @@ from slime_like.metrics.names import TRUNCATED_FRACTION
 from slime_like.rollout.recording import check_values, load_rollout
 from slime_like.samples.episodes import truncated_fraction
 from slime_like.samples.exchange import share_index
-from slime_like.types import Prompt, SampleGroup, split
+from slime_like.samples.groups import SampleGroup, split
+from slime_like.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -32,7 +32,8 @@ from slime_like.checked_json import (
     token_ids,
 )
 from slime_like.samples.episodes import complete
-from slime_like.types import NOT_SAMPLED, Sample, SampleGroup, SampleStatus, flatten
+from slime_like.samples.groups import SampleGroup, flatten
+from slime_like.types import NOT_SAMPLED, Sample, SampleStatus
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -9,8 +9,9 @@ from dataclasses import replace
 from slime_like.engines.base import SamplingParams
 from slime_like.rollout.failures import warn_failed
 from slime_like.rollout.rollouter import Rollouter
+from slime_like.samples.groups import SampleGroup, flatten
 from slime_like.samples.index import AnySample
-from slime_like.types import GREEDY_REWARD, Prompt, Sample, SampleGroup, flatten
+from slime_like.types import GREEDY_REWARD, Prompt, Sample
 
 
 def with_greedy_rewards(

@@ -32,10 +32,11 @@ from slime_like.rewards.grader import Grader
 from slime_like.rollout.episode import CustomGenerate, Model, SampleHook
 from slime_like.samples.episodes import complete
 from slime_like.samples.exchange import BUFFER_SIZE, gather_on_rank_zero, refresh_index, share_index
+from slime_like.samples.groups import SampleGroup, split
 from slime_like.samples.index import AnySample, holder_of
 from slime_like.samples.routed_experts import join_routed_experts
 from slime_like.samples.sampling_mask import pad_sampling_mask, split_sampling_mask
-from slime_like.types import Prompt, Sample, SampleGroup, SampleStatus, split
+from slime_like.types import Prompt, Sample, SampleStatus
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -20,16 +20,9 @@ from slime_like.data.prompt_format import PromptFormat
 from slime_like.data.tokenizer import without_special_tokens
 from slime_like.distributed.collectives import gather, together
 from slime_like.samples.exchange import refresh_index
+from slime_like.samples.groups import SampleGroup, flatten, regroup
 from slime_like.samples.index import AnySample
-from slime_like.types import (
-    REWARD_DETAILS,
-    TEACHER_CONTEXT,
-    Sample,
-    SampleGroup,
-    SampleStatus,
-    flatten,
-    regroup,
-)
+from slime_like.types import REWARD_DETAILS, TEACHER_CONTEXT, Sample, SampleStatus
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,8 +15,8 @@ from slime_like.rollout.async_rollout import RolloutJson
 from slime_like.rollout.group_rows import groups_from_rows, groups_to_rows, waiting_to_rows
 from slime_like.rollout.rollouter import Rollouter
 from slime_like.samples.episodes import complete
+from slime_like.samples.groups import SampleGroup, flatten, regroup, split
 from slime_like.samples.index import AnySample, Rows, Versions, holder_of, remote_samples, rows_of
-from slime_like.types import SampleGroup, flatten, regroup, split
 
 if TYPE_CHECKING:
     from slime_like.checkpoints.state import SamplingState

@@ -23,7 +23,8 @@ from slime_like.rewards.grader import Grader
 from slime_like.rollout.episode import LoopRunner, Model
 from slime_like.rollout.rollouter import FINISHED, Rollouter
 from slime_like.samples.episodes import complete
-from slime_like.types import Sample, SampleStatus, split
+from slime_like.samples.groups import split
+from slime_like.types import Sample, SampleStatus
 
 ABORT_S = 15.0  # for aborted requests to end
 

@@ -27,6 +27,7 @@ from slime_like.distributed.collectives import from_rank_zero, gather, together
 from slime_like.errors import RunError
 from slime_like.rollout.episode import mark_aborted
 from slime_like.samples.exchange import refresh_index
+from slime_like.samples.groups import SampleGroup, flatten, regroup
 from slime_like.sglang.http import (
     Deadlines,
     RequestFailed,
@@ -42,7 +43,7 @@ from slime_like.sglang.protocol import (
     scoring_body_of_text,
     vocabulary_body,
 )
-from slime_like.types import Sample, SampleGroup, SampleStatus, flatten, regroup
+from slime_like.types import Sample, SampleStatus
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

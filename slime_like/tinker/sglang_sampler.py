@@ -35,7 +35,7 @@ from slime_like.sglang.weight_spec import checkpoint_shapes
 from slime_like.tinker.errors import Refused
 from slime_like.tinker.sampler import PromptSamples, SampleCommand, is_tied, plain_output, with_nan
 from slime_like.weight_sync.senders import SendingRanks
-from slime_like.weight_sync.transports.base import UpdateSettings
+from slime_like.weight_sync.settings import UpdateSettings
 from slime_like.weight_sync.transports.disk import DiskTransport
 from slime_like.weight_sync.updater import WeightUpdater
 

@@ -24,8 +24,8 @@ from slime_like.rollout.rollouter import Rollouter, training_sampling
 from slime_like.rollout.self_teacher import TeacherPrompts
 from slime_like.rollout.shared_groups import RankZeroJson, SamplingPosition, share_from_rank_zero
 from slime_like.rollout.teacher_client import ServedTeacher
+from slime_like.samples.groups import SampleGroup
 from slime_like.trainer.sampling_factory import make_collector, needs_greedy, staleness_bound
-from slime_like.types import SampleGroup
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -20,7 +20,7 @@ from slime_like.rollout.recording import (
 )
 from slime_like.rollout.shared_groups import gather_groups
 from slime_like.samples.exchange import gather_on_rank_zero
-from slime_like.types import SampleGroup
+from slime_like.samples.groups import SampleGroup
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -12,7 +12,7 @@ from slime_like.errors import RunError
 from slime_like.sglang.control_answers import tensor_parallel_size
 from slime_like.sglang.http import CONTROL_S, RequestFailed
 from slime_like.sglang.server_pool import ServerPool, Worker
-from slime_like.weight_sync.transports.base import UpdateSettings
+from slime_like.weight_sync.settings import UpdateSettings
 
 
 class UpdateIncomplete(RuntimeError):

@@ -16,11 +16,8 @@ from slime_like.sglang.http import CONTROL_S, RequestFailed
 from slime_like.sglang.server_pool import ServerPool, Worker
 from slime_like.weight_sync.senders import SendingRanks
 from slime_like.weight_sync.servers import Servers, UpdateIncomplete
-from slime_like.weight_sync.transports.base import (
-    UpdateSettings,
-    WeightTransport,
-    weight_transports,
-)
+from slime_like.weight_sync.settings import UpdateSettings
+from slime_like.weight_sync.transports.base import WeightTransport, weight_transports
 
 logger = logging.getLogger(__name__)
 

@@ -15,9 +15,9 @@ from slime_like.losses import LossTerms, policy_losses
 from slime_like.megatron.backend import MegatronBackend
 from slime_like.megatron.objectives import Objective
 from slime_like.megatron.parallel_layout import ParallelLayout
+from slime_like.samples.groups import flatten
 from slime_like.samples.masking import mask_failed
 from slime_like.trainer.trainer import Trainer
-from slime_like.types import flatten
 from tests.dist.float64 import WithoutFloat32, settings
 
 LAYOUTS: dict[str, tuple[dict[str, int], str]] = {

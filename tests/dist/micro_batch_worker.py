@@ -17,8 +17,9 @@ from benchmarks.parity.steps import dist, parallel_state, read_layout, tensor_pa
 from benchmarks.parity_table import make_model
 from slime_like.metrics.timers import STEP_SECONDS
 from slime_like.rollout.recording import save_rollout
+from slime_like.samples.groups import SampleGroup
 from slime_like.trainer.trainer import Trainer
-from slime_like.types import NOT_SAMPLED, Sample, SampleGroup
+from slime_like.types import NOT_SAMPLED, Sample
 from tests.dist.float64 import WithoutFloat32, precise
 
 STEPS, GROUPS, GROUP_SIZE = 2, 3, 3

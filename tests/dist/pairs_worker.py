@@ -13,8 +13,8 @@ from arguments.parse import parse_args
 from benchmarks.parity.steps import parallel
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.megatron.trained_network import TrainedNetwork
+from slime_like.samples.groups import flatten
 from slime_like.trainer.trainer import Trainer
-from slime_like.types import flatten
 from tests.dist.algorithms_worker import gradients
 from tests.dist.float64 import WithoutFloat32, precise
 

@@ -17,7 +17,7 @@ from slime_like.cli.tiny_model import make_model as make_tiny
 from slime_like.cli.tiny_model import make_tokenizer
 from slime_like.metrics.logger import read_metrics
 from slime_like.rollout.recording import save_rollout
-from slime_like.types import SampleGroup
+from slime_like.samples.groups import SampleGroup
 from tests.dist import self_distillation_worker as worker
 from tests.dist.backend_worker import Trainer, settings
 from tests.dist.float64 import EXACT, WithoutFloat32

@@ -14,7 +14,8 @@ from slime_like.agents.episode_samples import sequence
 from slime_like.engines.base import GenerateOutput, GenerateRequest, SamplingParams
 from slime_like.rollout.recording import load_rollout, save_rollout
 from slime_like.samples.episodes import complete
-from slime_like.types import Prompt, Sample, SampleGroup
+from slime_like.samples.groups import SampleGroup
+from slime_like.types import Prompt, Sample
 from tests.agent_templates import FAMILIES, make_tokenizer
 from tests.e2e.helpers import Workspace, rows_of
 from tests.e2e.programs import TrainServer

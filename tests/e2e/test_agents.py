@@ -16,7 +16,8 @@ import torch
 from slime_like.batching.turn_credit import TURNS
 from slime_like.rollout.recording import load_rollout, save_rollout
 from slime_like.samples.episodes import complete
-from slime_like.types import Sample, SampleGroup
+from slime_like.samples.groups import SampleGroup
+from slime_like.types import Sample
 from tests.e2e.agent_task import Workers, write_task
 from tests.e2e.helpers import WORDS, Workspace, rows_of, weights_of
 from tests.e2e.programs import TrainServer, free_port

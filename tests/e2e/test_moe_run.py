@@ -12,7 +12,7 @@ import torch
 
 from slime_like.rollout.recording import load_rollout, save_rollout
 from slime_like.samples.episodes import complete
-from slime_like.types import SampleGroup
+from slime_like.samples.groups import SampleGroup
 from tests.e2e.helpers import Workspace, rows_of, same_numbers, weights_of
 from tests.e2e.programs import TrainServer
 from tests.fake_sglang import fake_servers

@@ -23,7 +23,7 @@ from slime_like.engines.sglang.engine import SglangEngine
 from slime_like.sglang.requests import RequestSettings
 from slime_like.sglang.router import Router
 from slime_like.sglang.server_pool import HealthSettings, ServerPool
-from slime_like.weight_sync.transports.base import UpdateSettings
+from slime_like.weight_sync.settings import UpdateSettings
 from slime_like.weight_sync.updater import WeightUpdater
 from tests.sglang.conftest import Servers, running, slowed
 

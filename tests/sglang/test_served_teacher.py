@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from slime_like.errors import RunError
 from slime_like.rollout.teacher_client import ServedTeacher, TeacherSettings
-from slime_like.types import Sample, SampleGroup
+from slime_like.samples.groups import SampleGroup
+from slime_like.types import Sample
 from tests.e2e.programs import TrainServer
 from tests.sglang.conftest import Servers, give_own_weights
 from tests.sglang.test_real_servers import EXACT, command_line, rows

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from slime_like.advantages import AdvantageSettings, Outcomes, estimate_advantages
-from slime_like.advantages.registry import EpisodeTurns
+from slime_like.advantages.episodes import EpisodeTurns
 from slime_like.agents.messages import BadRequest
 from slime_like.agents.rollouts import AgentGenerate, Task
 from slime_like.agents.server import Gateway

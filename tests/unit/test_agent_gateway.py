@@ -28,7 +28,8 @@ from slime_like.engines.base import (
     SamplingParams,
 )
 from slime_like.rollout.episode import Model
-from slime_like.types import Prompt, Sample, SampleGroup, SampleStatus
+from slime_like.samples.groups import SampleGroup
+from slime_like.types import Prompt, Sample, SampleStatus
 from tests.agent_templates import FAMILIES, call_text, make_tokenizer
 
 FAMILY = FAMILIES["qwen3"]

@@ -11,9 +11,9 @@ import torch
 
 import slime_like
 from arguments import parse
-from arguments.actions import HelpRequested
 from arguments.megatron_configs import Build, Machine, _fusions, resolve_transformer_impl
 from arguments.parse import parse_args, parse_or_exit
+from arguments.parser import HelpRequested
 from arguments.schema import ModelConfig, ParallelConfig
 from slime_like.config import ConfigError
 from slime_like.losses.sapo import SAPOConfig

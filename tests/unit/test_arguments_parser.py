@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from arguments import get_parser
-from arguments.actions import HelpRequested
 from arguments.flag_registry import GROUPS, flag_table, normalise
 from arguments.parse import parse_args
+from arguments.parser import HelpRequested
 from arguments.run_file import read_run_file
 from arguments.values import FALSE, TRUE
 from slime_like.compat.slime.samples import slime_args

@@ -15,7 +15,8 @@ from slime_like.errors import RunError
 from slime_like.rollout.async_rollout import AsyncRolloutQueue
 from slime_like.rollout.generated import GeneratedRollout
 from slime_like.rollout.metrics import check_staleness
-from slime_like.types import Sample, SampleGroup, SampleStatus
+from slime_like.samples.groups import SampleGroup
+from slime_like.types import Sample, SampleStatus
 
 
 def sample(step: int, i: int, **changes: Any) -> Sample:

@@ -20,9 +20,10 @@ from slime_like.rollout.group_rows import groups_from_rows, groups_to_rows
 from slime_like.rollout.recording import check_values, load_rollout, save_rollout
 from slime_like.samples.episodes import complete, episodes_of
 from slime_like.samples.exchange import with_branches
+from slime_like.samples.groups import SampleGroup
 from slime_like.samples.index import remote_samples, rows_of, untrained
 from slime_like.samples.payload import pack_payload, pack_texts, unpack_payload, with_texts
-from slime_like.types import NOT_SAMPLED, Sample, SampleGroup, SampleStatus
+from slime_like.types import NOT_SAMPLED, Sample, SampleStatus
 from tests.unit.command_lines import complete as complete_flags
 
 

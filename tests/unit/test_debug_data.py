@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from slime_like.rollout.recording import check_values, debug_data_paths, load_rollout, save_rollout
-from slime_like.types import Sample, SampleGroup, SampleStatus
+from slime_like.samples.groups import SampleGroup
+from slime_like.types import Sample, SampleStatus
 
 
 def _sample(sample_id: int, **changes: Any) -> Sample:

@@ -83,7 +83,7 @@ def test_samples_that_were_masked_since_are_exchanged_as_they_are(
 def test_failed_samples_are_masked_before_a_rollout_is_delivered() -> None:
     """So the trainer gets the objects that were delivered early."""
     from slime_like.rollout.generated import GeneratedRollout
-    from slime_like.types import SampleGroup
+    from slime_like.samples.groups import SampleGroup
 
     failed = dataclasses.replace(rollout()[0], status=SampleStatus.ABORTED)  # type: ignore[type-var]
     generated = GeneratedRollout.of([SampleGroup(0, (failed, *rollout(8)))], {})

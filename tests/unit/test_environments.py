@@ -18,8 +18,9 @@ from slime_like.agents.rollouts import AgentGenerate
 from slime_like.agents.server import Gateway
 from slime_like.agents.sessions import SessionLimits
 from slime_like.agents.task import seed_of
-from slime_like.environments.base import Step, TextEnvironment, environment_maker
+from slime_like.environments.base import environment_maker
 from slime_like.environments.gymnasium_text import GymnasiumText
+from slime_like.environments.interface import Step, TextEnvironment
 from slime_like.types import Prompt, Sample, SampleStatus
 from tests.unit.test_agent_gateway import END, Engine, model_of
 

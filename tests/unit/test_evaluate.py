@@ -12,7 +12,8 @@ import torch
 from arguments.eval_sets import EvalSet
 from arguments.schema import RewardConfig, RolloutConfig
 from slime_like.rollout.evaluate import Evaluator, pass_at_k, score
-from slime_like.types import Sample, SampleGroup, SampleStatus
+from slime_like.samples.groups import SampleGroup
+from slime_like.types import Sample, SampleStatus
 
 
 def group(

@@ -13,7 +13,8 @@ from slime_like.batching.outcomes import outcomes_of
 from slime_like.engines.base import SamplingParams
 from slime_like.rollout.remax_baseline import with_greedy_rewards
 from slime_like.rollout.rollouter import Rollouter
-from slime_like.types import Prompt, Sample, SampleGroup
+from slime_like.samples.groups import SampleGroup
+from slime_like.types import Prompt, Sample
 
 
 def group(group_id: int, rewards: Sequence[float | None]) -> SampleGroup:

@@ -6,7 +6,7 @@ import dataclasses
 import pytest
 import torch
 
-from slime_like.megatron.ops.context_parallel import join_context_ranks
+from slime_like.megatron.packed_batches import join_context_ranks
 from slime_like.megatron.packing import pack, pack_all, unpack, with_selection_seeds
 from slime_like.types import TrainSample
 

@@ -32,7 +32,8 @@ from slime_like.rollout.recording import (
     save_token_texts,
     save_token_values,
 )
-from slime_like.types import Sample, SampleGroup, SampleStatus
+from slime_like.samples.groups import SampleGroup
+from slime_like.types import Sample, SampleStatus
 
 ROOT = Path(__file__).resolve().parents[2]
 HOSTILE = "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'><!--"

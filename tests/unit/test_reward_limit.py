@@ -12,7 +12,7 @@ import torch
 
 from arguments.parse import parse_args
 from slime_like.advantages import RewardParts
-from slime_like.advantages.registry import EpisodeTurns
+from slime_like.advantages.episodes import EpisodeTurns
 from slime_like.agents.rollouts import AgentGenerate, Task
 from slime_like.agents.server import Gateway
 from slime_like.agents.sessions import SessionLimits

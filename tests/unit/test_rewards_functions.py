@@ -8,7 +8,7 @@ import pytest
 from slime_like.rewards import exact_match, gsm8k, math, task
 from slime_like.rewards.custom import RewardArgs, load_function
 from slime_like.rewards.registry import rewards
-from slime_like.rewards.worker import to_answer
+from slime_like.rewards.worker_protocol import to_answer
 
 
 @pytest.mark.parametrize(

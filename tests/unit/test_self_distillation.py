@@ -28,7 +28,8 @@ from slime_like.megatron.ops import fused_linear_logprob  # noqa: E402
 from slime_like.megatron.ops.fused_linear_logprob import fused_linear_log_probs  # noqa: E402
 from slime_like.megatron.ops.top_tokens import top_tokens  # noqa: E402
 from slime_like.rollout.self_teacher import TeacherPrompts, feedback_of, fill  # noqa: E402
-from slime_like.types import REWARD_DETAILS, Sample, SampleGroup, SampleStatus  # noqa: E402
+from slime_like.samples.groups import SampleGroup  # noqa: E402
+from slime_like.types import REWARD_DETAILS, Sample, SampleStatus  # noqa: E402
 
 T, V = 5, 12
 

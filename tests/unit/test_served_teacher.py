@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM
 from slime_like.cli.tiny_model import make_model, make_tokenizer
 from slime_like.errors import RunError
 from slime_like.rollout.teacher_client import ServedTeacher, TeacherSettings
-from slime_like.types import Sample, SampleGroup, SampleStatus
+from slime_like.samples.groups import SampleGroup
+from slime_like.types import Sample, SampleStatus
 from tests.fake_sglang import FakeServer, Fault, changed, death_in_the_middle, silence, status, text
 
 TOKENIZER = make_tokenizer()

@@ -26,7 +26,8 @@ from slime_like.import_utils import load_function
 from slime_like.rewards.grader import Grader
 from slime_like.rollout.episode import Model
 from slime_like.rollout.hooks import custom_generate
-from slime_like.types import Prompt, Sample, SampleGroup, SampleStatus
+from slime_like.samples.groups import SampleGroup
+from slime_like.types import Prompt, Sample, SampleStatus
 from tests.unit.command_lines import complete
 from tests.unit.test_custom_generate import Letters, Scripted
 

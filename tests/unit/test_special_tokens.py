@@ -30,7 +30,8 @@ from slime_like.rollout.answer_metrics import SCORED_AS_EMPTY, answer_metrics
 from slime_like.rollout.episode import Episode, Model, play_episode
 from slime_like.rollout.rollouter import Rollouter
 from slime_like.rollout.self_teacher import TeacherPrompts
-from slime_like.types import Prompt, Sample, SampleGroup, SampleStatus
+from slime_like.samples.groups import SampleGroup
+from slime_like.types import Prompt, Sample, SampleStatus
 
 TOKENIZER = make_tokenizer()
 PROMPT = Prompt(0, "?", tuple(TOKENIZER("?")["input_ids"]))

@@ -20,12 +20,13 @@ from slime_like.advantages import (
 )
 from slime_like.batching.outcomes import outcomes_of
 from slime_like.rewards.grader import Grader
-from slime_like.rewards.worker import to_answer
+from slime_like.rewards.worker_protocol import to_answer
 from slime_like.rollout.recording import check_values, load_rollout, save_rollout
 from slime_like.samples.episodes import complete
+from slime_like.samples.groups import SampleGroup
 from slime_like.samples.index import remote_samples, rows_of
 from slime_like.samples.payload import pack_payload, unpack_payload
-from slime_like.types import Sample, SampleGroup
+from slime_like.types import Sample
 
 GAMMA, LAMBDA, KL_COEF = 0.9, 0.8, 0.3
 

@@ -28,8 +28,9 @@ from slime_like.rollout.evaluate import Evaluator
 from slime_like.rollout.filters import DynamicFilterOutput, KeepGroup
 from slime_like.rollout.rollouter import Rollouter
 from slime_like.samples.episodes import complete
+from slime_like.samples.groups import SampleGroup
 from slime_like.samples.index import AnySample
-from slime_like.types import Sample, SampleGroup
+from slime_like.types import Sample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -22,7 +22,8 @@ from slime_like.compat.slime.samples import (
 from slime_like.metrics.names import UNKNOWN_VERSIONS
 from slime_like.rewards.limit import require_within
 from slime_like.rollout.evaluate import score, score_rewards
-from slime_like.types import NOT_SAMPLED, Sample, SampleGroup, SampleStatus
+from slime_like.samples.groups import SampleGroup
+from slime_like.types import NOT_SAMPLED, Sample, SampleStatus
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

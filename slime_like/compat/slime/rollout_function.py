@@ -26,7 +26,7 @@ from slime_like.rollout.evaluate import Evaluator
 from slime_like.rollout.hooks import group_filters
 from slime_like.rollout.rollouter import Rollouter, training_sampling
 from slime_like.rollout.shared_groups import GroupIndex, groups_of_index, index_of_groups
-from slime_like.types import SampleGroup
+from slime_like.samples.groups import SampleGroup
 
 Result = TypeVar("Result")
 

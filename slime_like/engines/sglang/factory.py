@@ -29,7 +29,7 @@ from slime_like.sglang.requests import RequestSettings
 from slime_like.sglang.routed_experts import RoutesFormat
 from slime_like.sglang.router import Router
 from slime_like.sglang.server_pool import HealthSettings, ServerPool
-from slime_like.weight_sync.transports.base import UpdateSettings
+from slime_like.weight_sync.settings import UpdateSettings
 from slime_like.weight_sync.transports.handles import without_broken_handles
 from slime_like.weight_sync.updater import WeightUpdater
 

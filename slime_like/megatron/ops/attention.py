@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -35,8 +35,7 @@ from slime_like.megatron.ops.context_parallel import (
 if TYPE_CHECKING:
     from slime_like.megatron.ops.ahead import AheadRows
     from slime_like.megatron.ops.delta_rule import DeltaRows
-    from slime_like.megatron.ops.sparse_attention import FarRows
-    from slime_like.types import MicroBatch
+    from slime_like.megatron.ops.far_rows import FarRows
 
 # Padding costs S * max(L)^2 instead of sum(L^2); above this factor the sequences are computed
 # separately.
@@ -86,13 +85,6 @@ def packed_rows(cu_seqlens: Tensor, cp_size: int = 1, cp_rank: int = 0) -> Packe
         real = torch.arange(longest) < torch.tensor(lengths).unsqueeze(1)  # (S, max L)
         rows.padded_indices = real.flatten().nonzero().squeeze(1).to(cu_seqlens.device)
     return rows
-
-
-def rows_of_pass(batch: MicroBatch) -> PackedRows:
-    """The packed rows of a micro-batch for one pass through a model chunk, whose layers share what
-    they select."""
-    assert batch.packed is not None, "packed by slime_like.megatron.packing.pack_all"
-    return replace(batch.packed, selected_keys={})
 
 
 class _Pad(torch.autograd.Function):

@@ -10,9 +10,9 @@ same order.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 from slime_like.autograd import AutogradContext
-from slime_like.types import MicroBatch
 
 # If the mask of a padded batch has more (query, key) pairs, each sequence is computed separately,
 # without such a mask.
@@ -65,32 +64,6 @@ def rows_of_rank(cu_seqlens: Tensor, cp_size: int, cp_rank: int) -> Tensor:
     """Natural rows held by rank `cp_rank`, ascending: [T / cp] int64."""
     share = int(cu_seqlens[-1]) // cp_size
     return places_over_ranks(cu_seqlens, cp_size).argsort()[cp_rank * share : (cp_rank + 1) * share]
-
-
-def rows_of_context_rank(batch: MicroBatch, cp_size: int, cp_rank: int) -> MicroBatch:
-    """Select the rows of one context-parallel rank from a full micro-batch."""
-    rows = rows_of_rank(batch.cu_seqlens, cp_size, cp_rank)
-    selected: dict[str, Any] = {}
-    for f in fields(batch):
-        value = getattr(batch, f.name)
-        if isinstance(value, Tensor) and f.name != "cu_seqlens":
-            by_row = value[0] if value.size(0) == 1 else value
-            assert by_row.size(0) == batch.seq_ids.numel(), f"{f.name} is not by row"
-            selected[f.name] = by_row[rows] if by_row is value else by_row[rows].unsqueeze(0)
-    return replace(batch, **selected)
-
-
-def join_context_ranks(values: Tensor, batches: Sequence[MicroBatch]) -> Tensor:
-    """Reorder the values of all ranks' rows to natural order: [n, T], T rows over all `batches`.
-
-    values: [cp_size, n, T / cp_size], each rank's rows with the micro-batches concatenated.
-    """
-    parts = values.split([batch.tokens.numel() for batch in batches], dim=2)
-    ordered = []
-    for part, batch in zip(parts, batches):
-        assert batch.packed is not None and batch.packed.context is not None
-        ordered.append(part.transpose(0, 1).flatten(1)[:, batch.packed.context.natural])
-    return torch.cat(ordered, dim=1)
 
 
 class _GatherContext(AutogradContext, Protocol):

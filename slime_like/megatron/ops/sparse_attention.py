@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from slime_like.megatron.ops.attention import PackedRows
 from slime_like.megatron.ops.context_parallel import Attend
+from slime_like.megatron.ops.far_rows import FarRows
 
 # Consecutive queries: own rows [a, b) and natural rows [c, d) of the keys that the last query
 # attends to; each earlier query attends to one key less. As in `ContextRows`.
@@ -47,21 +47,6 @@ def near_and_far(span: Span, topk: int) -> tuple[Span, Span]:
 def far_spans(rows: PackedRows, topk: int) -> list[Span]:
     spans = (near_and_far(span, topk)[1] for span in spans_of(rows))
     return [span for span in spans if span[0] < span[1]]
-
-
-@dataclass(frozen=True, slots=True)
-class FarRows:
-    """Rows of the F far queries of a rank and of all T keys, int64.
-
-    Args:
-        queries: [F], of this rank's rows.
-        places: [F], position of each far query within its sequence.
-        key_places: [T], the same of all natural rows.
-    """
-
-    queries: Tensor
-    places: Tensor
-    key_places: Tensor
 
 
 def far_rows(rows: PackedRows, topk: int) -> FarRows:

@@ -8,7 +8,6 @@ servers that return.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from slime_like.registry import Registry
@@ -18,28 +17,6 @@ if TYPE_CHECKING:
     from slime_like.weight_sync.senders import SendingRanks
     from slime_like.weight_sync.servers import Servers
     from slime_like.weights.buckets import WeightBuckets
-
-
-@dataclass(frozen=True, slots=True)
-class UpdateSettings:
-    """Settings of weight updates.
-
-    transport: its name. buffer_bytes: size of one bucket. timeout_s: for one bucket, or for a load
-    from disk. disk_dir: folder shared with the servers; None: a temporary folder on this host.
-    keep_copy: with broadcast, keep a copy in host memory for servers that join late. delta: send
-    only what changed; local_dir: folder of this host's copy then, None: temporary; full_interval:
-    number of updates from one full update to the next.
-    """
-
-    transport: str = "broadcast"
-    buffer_bytes: int = 512 * 2**20
-    timeout_s: float = 300.0
-    disk_dir: str | None = None
-    keep_files: bool = False
-    keep_copy: bool = True
-    delta: bool = False
-    local_dir: str | None = None
-    full_interval: int = 20
 
 
 class WeightTransport:

@@ -1,0 +1,33 @@
+"""Interface of text environments."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Mapping
+from typing import Protocol, TypeAlias
+
+# observation, reward of the action (None: use the run's reward function), whether it is done
+Step: TypeAlias = tuple[str, float | None, bool]
+
+
+class TextEnvironment(Protocol):
+    """One episode: `reset` once, then `step` until done. Both may be async; sync methods run in a
+    thread per episode. `close` is called at the end, if defined."""
+
+    def reset(self, *, seed: int, row: Mapping[str, object]) -> str | Awaitable[str]:
+        """The first observation.
+
+        Args:
+            seed: Equal for all samples of a prompt, from 0 to 2**31 - 1.
+            row: ``prompt``, ``label``, ``metadata`` and ``evaluation``. Additions to its metadata
+                are visible to the reward function.
+        """
+        ...
+
+    def step(self, action: str) -> Step | Awaitable[Step]:
+        """Process a model turn, without reasoning and the token that ended it.
+
+        Returns:
+            The observation, the reward of the action (None: use the run's reward function), and
+            whether the episode is over.
+        """
+        ...

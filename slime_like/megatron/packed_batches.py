@@ -1,0 +1,50 @@
+"""Micro-batches of packed rows: the share of a context-parallel rank, and the rows of one pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from slime_like.megatron.ops.attention import PackedRows
+from slime_like.megatron.ops.context_parallel import rows_of_rank
+from slime_like.types import MicroBatch
+
+if TYPE_CHECKING:
+    from slime_like.types import MicroBatch
+
+
+def rows_of_context_rank(batch: MicroBatch, cp_size: int, cp_rank: int) -> MicroBatch:
+    """Select the rows of one context-parallel rank from a full micro-batch."""
+    rows = rows_of_rank(batch.cu_seqlens, cp_size, cp_rank)
+    selected: dict[str, Any] = {}
+    for f in fields(batch):
+        value = getattr(batch, f.name)
+        if isinstance(value, Tensor) and f.name != "cu_seqlens":
+            by_row = value[0] if value.size(0) == 1 else value
+            assert by_row.size(0) == batch.seq_ids.numel(), f"{f.name} is not by row"
+            selected[f.name] = by_row[rows] if by_row is value else by_row[rows].unsqueeze(0)
+    return replace(batch, **selected)
+
+
+def join_context_ranks(values: Tensor, batches: Sequence[MicroBatch]) -> Tensor:
+    """Reorder the values of all ranks' rows to natural order: [n, T], T rows over all `batches`.
+
+    values: [cp_size, n, T / cp_size], each rank's rows with the micro-batches concatenated.
+    """
+    parts = values.split([batch.tokens.numel() for batch in batches], dim=2)
+    ordered = []
+    for part, batch in zip(parts, batches):
+        assert batch.packed is not None and batch.packed.context is not None
+        ordered.append(part.transpose(0, 1).flatten(1)[:, batch.packed.context.natural])
+    return torch.cat(ordered, dim=1)
+
+
+def rows_of_pass(batch: MicroBatch) -> PackedRows:
+    """The packed rows of a micro-batch for one pass through a model chunk, whose layers share what
+    they select."""
+    assert batch.packed is not None, "packed by slime_like.megatron.packing.pack_all"
+    return replace(batch.packed, selected_keys={})
