@@ -100,6 +100,27 @@ def test_a_resumed_run_gives_the_same_bits(
     assert all(tensor.equal(found[name]) for name, tensor in expected.items())
 
 
+def test_a_killed_run_resumes_to_the_same_bits(
+    server: TrainServer, work: Workspace, tmp_path: Path
+) -> None:
+    """SIGKILL of one of two ranks in the third rollout, after the second checkpoint."""
+    flags: dict[str, Any] = MIXED | TENSOR | dict(num_rollout=3, lr_decay_iters=6)
+    whole, killed, saved = (tmp_path / name for name in ("whole", "killed", "saved"))
+    server.train(work.flags(whole, save_hf=whole / "hf", **flags), whole / "log", ranks=2).ok()
+    words = work.flags(
+        killed, save=saved, load=saved, save_interval=1, save_hf=killed / "hf", **flags
+    )
+    hook = "tests.e2e.faults:kill_in_phase train 3 1"
+    ended = server.train(words, killed / "log", ranks=2, hook=hook)
+    assert ended.status != 0
+    done = server.train(words, killed / "again", ranks=2).ok()
+    assert "rollout 3/3" in done.out and "rollout 2/3" not in done.out
+    assert same_numbers(rows_of(killed)) == same_numbers(rows_of(whole))
+    expected = weights_of(whole / "hf")
+    found = weights_of(killed / "hf")
+    assert all(tensor.equal(found[name]) for name, tensor in expected.items())
+
+
 @pytest.mark.parametrize("transport", ["disk", "tensor"])
 def test_weights_reach_a_server(
     transport: str, server: TrainServer, work: Workspace, tmp_path: Path
