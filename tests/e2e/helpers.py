@@ -18,8 +18,10 @@ from slime_like.rollout.recording import load_rollout
 WORDS = [a + b + c for a in "bcd" for b in "aeiou" for c in ("ng", "st", "rk")]
 # the share of letters in the response, plus a little for every token: it differs between samples
 REWARD = """
+import re
 def letters(args, sample):
-    return sum(c.isalpha() for c in sample.response) / 8 + 0.01 * sample.response_length
+    response = re.sub(r"<[|][a-z]*[|]>", "", sample.response)  # special tokens are no letters
+    return sum(c.isalpha() for c in response) / 8 + 0.01 * sample.response_length
 """
 SAME_RUN = (
     "train/loss",

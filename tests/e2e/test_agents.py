@@ -297,7 +297,7 @@ def test_an_environment_by_name(server: TrainServer, work: Workspace, tmp_path: 
     for row in rows:
         assert row["agent/lost"] == 0 and row["agent/foreign_messages"] == 0
         assert 1 <= row["agent/answers"] <= 4 and row["agent/branches"] == 1
-        assert row["rollout/reward_mean"] == 0, "credit is by turn"
+        assert row["rollout/reward_mean"] == pytest.approx(row["agent/answer_rewards"]), "of turns"
         assert 0 < row["rollout/train_rollout_log_prob_diff_max"] < 1e-4
     samples = [s for g in load_rollout(str(tmp_path / "r_{rollout_id}"), 0) for s in g.samples]
     rewards = [reward for s in samples for reward in s.metadata["answers"]["rewards"]]
