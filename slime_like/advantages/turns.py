@@ -33,7 +33,9 @@ NO_TURNS = EpisodeTurns((), (), ((),))
 
 @register_turn_estimator("grpo_turn")
 def grpo_turn(group: TurnGroup) -> list[list[float]]:
+    """A_a = A_episode + S_a of the module docstring, for every turn a of every episode."""
     episode_advantages = group.compared or _normalize(group.rewards, group)
+    # r~: a turn is compared with the turns of the same depth in the whole group
     by_depth = defaultdict[int, list[tuple[int, int]]](list)
     for i, episode in enumerate(group.episodes):
         for turn, depth in enumerate(_depths(episode.parents)):
@@ -43,9 +45,10 @@ def grpo_turn(group: TurnGroup) -> list[list[float]]:
         rewards = [group.episodes[i].rewards[turn] for i, turn in turns]
         for (i, turn), value in zip(turns, _normalize(rewards, group), strict=True):
             returns[i][turn] = value
+    # S: continuations have larger indices, so from the last turn on they are complete
     for i, episode in enumerate(group.episodes):
         children = _children(episode.parents)
-        for turn in reversed(range(len(children))):  # continuations have larger indices
+        for turn in reversed(range(len(children))):
             if children[turn]:
                 later = sum(returns[i][child] for child in children[turn]) / len(children[turn])
                 returns[i][turn] += group.gamma * later
@@ -55,6 +58,8 @@ def grpo_turn(group: TurnGroup) -> list[list[float]]:
 
 @register_turn_estimator("grpo_branch")
 def grpo_branch(group: TurnGroup) -> list[list[float]]:
+    """The mean over the branches through a turn of their advantage within the episode plus that
+    within the group."""
     branches = [_branches(episode) for episode in group.episodes]
     totals: list[list[float]] = [[] for _ in branches]
     for i, episode in enumerate(group.episodes):

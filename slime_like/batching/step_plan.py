@@ -65,9 +65,11 @@ class StepPlan:
         """The sample indices of each rank, for the sample lengths of one step."""
         size = self.samples_together
         if self.linear_cost is None:
+            # consecutive samples; ranks differ by at most one unit of samples that stay together
             units = len(lengths) // size
             bounds = [size * (units * d // self.dp_size) for d in range(self.dp_size + 1)]
             return [tuple(range(start, end)) for start, end in itertools.pairwise(bounds)]
+        # parts of units with balanced costs, as indices of samples again
         costs = balancing.unit_sums(balancing.sequence_costs(lengths, self.linear_cost), size)
         return [
             tuple(balancing.members(part, size).tolist())

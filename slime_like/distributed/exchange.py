@@ -121,10 +121,12 @@ class Delivery:
     def _items_of_hop_two(self, rank: int) -> dict[tuple[int, int], list[int]]:
         """As `_items_of_hop_one`, from the first receivers to the others."""
         streams: dict[tuple[int, int], list[int]] = {}
+        # what this rank received first, and sends on to all others that want it
         for item in np.flatnonzero(self.first == rank).tolist():
             wanting = np.unique(np.concatenate([s.ranks_of(item) for s in self.sharings]))
             for receiver in wanting[wanting != rank].tolist():
                 streams.setdefault((rank, receiver), []).append(item)
+        # what this rank wants and another one received first
         for item in np.flatnonzero(self.wanted_by(rank) & (self.first != rank)).tolist():
             streams.setdefault((int(self.first[item]), rank), []).append(item)
         return streams

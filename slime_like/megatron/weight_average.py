@@ -50,6 +50,8 @@ class AveragedNetwork:
     @contextmanager
     def in_full_precision(self) -> Iterator[None]:
         """Expose the float32 averages while saving or loading a checkpoint."""
+        # The parameters keep their identity, which checkpoints and buckets refer to; only their
+        # storage is exchanged, and what was loaded into the averages is rounded back at the end.
         narrow = {parameter: parameter.data for parameter in self._wide}
         for parameter, average in self._wide.items():
             parameter.data = average

@@ -68,8 +68,12 @@ _counted: tuple[weakref.ref[Tensor], int, Tensor] | None = None
 
 
 def _count(mask: Tensor) -> Tensor:
-    """Number of active tokens, 0-d float32; cached, since all metrics of a loss have the same
-    mask."""
+    """Number of active tokens, 0-d float32; cached, since all metrics of a loss have the same mask
+    (a dozen sums over T tokens per micro-batch otherwise).
+
+    The reference is weak, so that the cache keeps no micro-batch alive; the version detects a mask
+    that was changed in place. Inference tensors have no version.
+    """
     global _counted
     if mask.is_inference():
         return mask.sum(dtype=torch.float32)

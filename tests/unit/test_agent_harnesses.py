@@ -16,9 +16,9 @@ from slime_like.agents.episode_samples import RETURN_MEAN, RETURN_STD, agent_met
 from slime_like.agents.task import Task
 from slime_like.batching.turn_credit import NUMBERS, SUMMED, TURNS
 from slime_like.rollout.failures import describe_failure
+from slime_like.samples.groups import SampleGroup
 from slime_like.text import LONGEST, both_ends
 from slime_like.trainer.strategy import ReinforcementLearning
-from slime_like.types import SampleGroup
 from tests.unit.test_agent_gateway import TOOLS, Engine, episodes, post, run, session_of, user
 from tests.unit.test_rollout_metrics import make
 

@@ -152,6 +152,14 @@ def _softmax_statistics(
     Returns:
         (logits of the labels [N, K], log normaliser [N], entropy [N], sum of squared probabilities
         [N], 0 unless `squares`).
+
+    With logits z_v, m = max_v z_v and Z = sum_v exp(z_v - m):
+
+        log normaliser = m + log Z      entropy = log Z - sum_v exp(z_v - m) (z_v - m) / Z
+        sum of squared probabilities = sum_v exp(2 (z_v - m)) / Z^2
+
+    The sums run over blocks of the vocabulary with the maximum so far (online softmax, Milakov and
+    Gimelshein, arXiv 1805.02867), so that no [N, V] tensor exists.
     """
     size = head.hidden.size(0)
     top = head.hidden.new_full((size,), LOWEST, dtype=head.dtype)
@@ -164,6 +172,7 @@ def _softmax_statistics(
             column, in_block = _in_block(local_labels[rows], columns)
             head.restrict(z, rows, columns, column, in_block)
             label_logit[rows] += torch.where(in_block, z.gather(1, column), 0.0)
+            # a larger maximum shrinks the sums of the blocks before it
             new_top = torch.maximum(top[rows], z.amax(dim=1))
             _rescale(total[rows], weighted[rows], squared[rows], top[rows] - new_top)
             top[rows] = new_top
@@ -174,6 +183,7 @@ def _softmax_statistics(
                 squared[rows] += torch.linalg.vector_norm(p, dim=1).square()
             weighted[rows] += p.mul_(z).sum(dim=1)
     if group is not None and group.size() > 1:
+        # each rank has the sums of its shard of the vocabulary, relative to its own maximum
         local_top = top.clone()
         dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
         _rescale(total, weighted, squared, local_top - top)
