@@ -8,6 +8,7 @@ depends on its seed only.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -32,6 +33,7 @@ class _Row:
     """A response being decoded."""
 
     tokens: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)  # float32
     weight_versions: list[int] = field(default_factory=list)
     sampling_mask: list[Tensor] = field(default_factory=list)  # only if requested
     # only if requested: of the prompt [P, layers, topk], then of each token
@@ -85,7 +87,6 @@ class Decoder:
             stop_ids |= self._end_ids
         uniforms = draw_uniforms([r.seed for r in requests], sampling.max_new_tokens)  # (B, N)
         uniforms = uniforms.to(self._device)
-        log_probs = torch.full(uniforms.shape, float("nan"), device=self._device)  # (B, N)
         with self.routed_experts.recording(sampling.report_routed_experts):
             logits, cache, mask, positions = self._prefill(prompts, sampling.max_new_tokens)
         if sampling.report_routed_experts:
@@ -97,7 +98,7 @@ class Decoder:
         live_index = torch.arange(len(requests), device=self._device)
         prompt_width = mask.size(1) - sampling.max_new_tokens
         for step in range(sampling.max_new_tokens):
-            tokens, log_probs[live_index, step] = self._append_token(
+            tokens = self._append_token(
                 [rows[row] for row in live], logits, uniforms[live_index, step], sampling
             )
             continuing = self._mark_stopped(rows, live, stop_ids, sampling.stop)
@@ -107,10 +108,7 @@ class Decoder:
                 rows[row].finish_reason = "abort"
             continuing = [j for j in continuing if rows[live[j]].finish_reason != "abort"]
             ended = [live[j] for j in sorted(set(range(len(live))) - set(continuing))]
-            yield {
-                row: self._output(requests[row], rows[row], log_probs[row].cpu(), sampling)
-                for row in ended
-            }
+            yield {row: self._output(requests[row], rows[row], sampling) for row in ended}
             if not continuing:
                 return
             if len(continuing) < len(live):
@@ -134,19 +132,22 @@ class Decoder:
 
     def _append_token(
         self, rows: Sequence[_Row], logits: Tensor, uniforms: Tensor, sampling: SamplingParams
-    ) -> tuple[Tensor, Tensor]:
-        """Sample one token for each of B rows. logits: [B, V]; uniforms: [B]. Returns tokens and
-        log-probs, [B] each."""
+    ) -> Tensor:
+        """Sample one token for each of B rows. logits: [B, V]; uniforms: [B]. Returns the tokens
+        [B]."""
         if reports_sampling_mask(sampling):
             tokens, log_probs, kept = sample_from_sets(logits, uniforms, sampling)
             for row, members in zip(rows, kept.cpu(), strict=True):
                 row.sampling_mask.append(members.nonzero()[:, 0].int())
         else:
             tokens, log_probs = sample_tokens(logits, uniforms, sampling)
-        for row, token in zip(rows, tokens.tolist(), strict=True):
-            row.tokens.append(token)
+        # one read for both, the only wait for a GPU: float64 holds tokens and float32 exactly
+        both = torch.stack([tokens.double(), log_probs.float().double()]).tolist()
+        for row, token, log_prob in zip(rows, *both, strict=True):
+            row.tokens.append(int(token))
+            row.log_probs.append(log_prob)
             row.weight_versions.append(self._version())
-        return tokens, log_probs
+        return tokens
 
     def _prefill(
         self, prompts: Sequence[tuple[int, ...]], max_new_tokens: int
@@ -215,18 +216,18 @@ class Decoder:
         return [j for j, done in enumerate(stopped) if not done]
 
     def _output(
-        self, request: GenerateRequest, row: _Row, log_probs: Tensor, sampling: SamplingParams
+        self, request: GenerateRequest, row: _Row, sampling: SamplingParams
     ) -> GenerateOutput:
         """Build the output. A non-finite log-prob, which only broken weights cause, truncates and
         aborts the response."""
-        values = log_probs[: len(row.tokens)]
-        finite = int(values.isfinite().cumprod(0).sum())
+        is_finite = [math.isfinite(value) for value in row.log_probs]
+        finite = (*is_finite, False).index(False)
         finish_reason = row.finish_reason
         failure = None
         routed_experts = None
         if finite < len(row.tokens):
             finish_reason = "abort"
-            failure = f"the log-prob of response token {finite} is {float(values[finite])}"
+            failure = f"the log-prob of response token {finite} is {row.log_probs[finite]}"
         if row.routed_experts:
             routed_experts = pad_routed_experts(
                 row.routed_experts, len(request.prompt_tokens) + finite
@@ -234,7 +235,7 @@ class Decoder:
         return GenerateOutput(
             sample_id=request.sample_id,
             tokens=tuple(row.tokens[:finite]),
-            log_probs=tuple(values[:finite].tolist()),
+            log_probs=tuple(row.log_probs[:finite]),
             finish_reason=finish_reason,
             weight_versions=tuple(row.weight_versions[:finite]),
             sampling_mask=tuple(row.sampling_mask[:finite])
