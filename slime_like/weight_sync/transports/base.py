@@ -1,6 +1,6 @@
 """Interface of weight transports (--update-weight-transport), one file each.
 
-Rank 0 talks to the servers; sending_ranks.py describes the role of the other ranks. A transport
+Rank 0 talks to the servers; senders.py describes the role of the other ranks. A transport
 only moves tensors: `WeightUpdater` (updater.py) serialises updates, tracks versions and restores
 servers that return.
 """
