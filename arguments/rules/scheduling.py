@@ -5,17 +5,11 @@ from __future__ import annotations
 import dataclasses
 import inspect
 
-from arguments.rules.base import (
-    Rule,
-    Settings,
-    import_or_none,
-    import_problem,
-    problem,
-    reject,
-)
+from arguments.rules.base import Rule, Settings, import_or_none, import_problem, problem, reject
 from arguments.rules.distillation import teacher_urls
 from slime_like.advantages.registry import TokenEstimator, advantage_estimators
 from slime_like.config import Problem, flag_name
+from slime_like.engines.registry import engine_traits
 from slime_like.import_utils import takes_args
 
 BUILT_IN_FILTERS = "slime.rollout.filter_hub.dynamic_sampling_filters."
@@ -184,7 +178,7 @@ def check_rollout_time_limit(s: Settings) -> list[Problem]:
     config = s.scheduling
     if limit is None:
         return []
-    if s.rollout.rollout_engine != "sglang":
+    if not engine_traits(s.rollout.rollout_engine).aborts_requests:
         message = "requires --rollout-engine sglang; use --rollout-max-response-len instead"
         return problem("rollout_time_limit_s", limit, message)
     if config.rollout_function_path not in (None, OWN_ROLLOUT):

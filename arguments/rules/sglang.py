@@ -13,6 +13,7 @@ from arguments.rules.base import Rule, Settings, problem
 from arguments.schema import SglangConfig
 from arguments.sglang_install import interpreter, nearest, packages_of, router_fields, server_fields
 from slime_like.config import Problem
+from slime_like.weight_sync.transports.base import transport_traits
 
 _ADDRESS = re.compile(r"(https?://)?(\[[0-9a-fA-F:]+\]|[\w.\-]+):(\d{1,5})/?")
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
@@ -202,16 +203,19 @@ def check_weight_transport(s: Settings) -> list[Problem]:
             "set only one of them"
         )
         problems += problem("colocate", None, message)
-    if transport == "cuda_ipc" and not g.colocate:
+    traits = transport_traits(transport)
+    if traits.same_gpu and not g.colocate:
         message = "requires --colocate: memory handles are valid on the same GPU only"
-        problems += problem("update_weight_transport", "cuda_ipc", message)
-    if g.update_weight_mode == "delta" and transport != "disk":
+        problems += problem("update_weight_transport", transport, message)
+    if g.update_weight_mode == "delta" and not traits.uses_folder:
         message = "requires --update-weight-transport disk; add it"
         problems += problem("update_weight_mode", "delta", message)
-    if g.no_update_weight_copy and (transport == "disk" or g.colocate):
+    if g.no_update_weight_copy and (
+        g.colocate or (transport is not None and not traits.keeps_copy)
+    ):
         message = "only valid with --update-weight-transport broadcast; remove it"
         problems += problem("no_update_weight_copy", None, message)
-    return problems + (_check_disk_folder(s) if transport == "disk" else _check_replicas(s))
+    return problems + (_check_disk_folder(s) if traits.uses_folder else _check_replicas(s))
 
 
 def _check_disk_folder(s: Settings) -> list[Problem]:

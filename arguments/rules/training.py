@@ -14,6 +14,7 @@ from arguments.rules.algorithm import has_critic
 from arguments.rules.base import Rule, Settings, Warn, problem
 from arguments.schema.lora import LATENT_ATTENTION, MIXTRAL_MLP, MLP, TARGETS, UNEMBEDDING
 from slime_like.config import ConfigError, Problem, flag_name
+from slime_like.engines.registry import engine_traits
 from slime_like.weights.families import model_families
 
 # --- optimizer -----------------------------------------------------------------------------------
@@ -246,7 +247,7 @@ def check_lora_targets(s: Settings) -> list[Problem]:
         return []
     absent = _absent_modules(model)
     tied = not model.gpt["untie_embeddings_and_output_weights"]
-    merged_on_servers = s.rollout.rollout_engine == "sglang" and s.generates
+    merged_on_servers = engine_traits(s.rollout.rollout_engine).has_servers and s.generates
     problems = []
     for name in names:
         if name in absent:

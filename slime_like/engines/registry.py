@@ -28,18 +28,42 @@ class EngineContext:
     output_dir: Path
 
 
+@dataclass(frozen=True, slots=True)
+class EngineTraits:
+    """What the rules of the command line must know about an engine before it is imported.
+
+    has_servers: rank 0 sends requests to servers, whose weights are elsewhere; otherwise each rank
+    has a copy of the weights. aborts_requests: a single request can be aborted. takes_quantized:
+    weights arrive in the quantised format of --hf-checkpoint.
+    """
+
+    has_servers: bool = False
+    aborts_requests: bool = False
+    takes_quantized: bool = False
+
+
 EngineFactory = Callable[[EngineContext], "RolloutEngine"]
 Factory = TypeVar("Factory", bound=EngineFactory)
 
 rollout_engines: Registry[EngineFactory] = Registry("rollout engine (--rollout-engine)")
+_traits: dict[str, EngineTraits] = {}
 
 
-def register_rollout_engine(name: str, *, help: str = "") -> Callable[[Factory], Factory]:
+def engine_traits(name: str) -> EngineTraits:
+    """The traits of --rollout-engine `name`; the defaults for an unknown one."""
+    return _traits.get(name, EngineTraits())
+
+
+def register_rollout_engine(
+    name: str, *, help: str = "", traits: EngineTraits | None = None
+) -> Callable[[Factory], Factory]:
     """Decorator that registers ``make(context) -> RolloutEngine`` as --rollout-engine `name`. The
-    factory is called on all ranks. Raises ValueError if the name is taken."""
+    factory is called on all ranks. traits: None: those of an engine in each rank. Raises ValueError
+    if the name is taken."""
 
     def register(make: Factory) -> Factory:
         rollout_engines.add(name, make, help=help)
+        _traits[name] = traits or EngineTraits()
         return make
 
     return register
@@ -54,3 +78,4 @@ rollout_engines.add_lazy(
 rollout_engines.add_lazy(
     "sglang", f"{_HERE}.sglang.factory:make_sglang_engine", help="SGLang servers."
 )
+_traits["sglang"] = EngineTraits(has_servers=True, aborts_requests=True, takes_quantized=True)

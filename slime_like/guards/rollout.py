@@ -14,6 +14,7 @@ from torch import Tensor
 from arguments.hf.quantization import folder_quantization
 from arguments.run_config import RunConfig
 from slime_like.distributed.collectives import any_rank
+from slime_like.engines.registry import engine_traits
 from slime_like.guards.finite import GuardError
 from slime_like.logs import warn_rank_0
 from slime_like.losses.mismatch import train_rollout_difference
@@ -177,7 +178,8 @@ def train_rollout_limit(run: RunConfig) -> float:
 def serves_quantized(run: RunConfig) -> bool:
     """Whether servers hold quantised weights, in the format of --hf-checkpoint."""
     folder = run.model.hf_checkpoint
-    return run.rollout.rollout_engine == "sglang" and bool(folder and folder_quantization(folder))
+    takes_quantized = engine_traits(run.rollout.rollout_engine).takes_quantized
+    return takes_quantized and bool(folder and folder_quantization(folder))
 
 
 def require_rollout_log_probs(sample: TrainSample) -> Tensor:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 
 from arguments.run_config import RunConfig
+from slime_like.engines.registry import engine_traits
 from slime_like.megatron.factory import needs_reference
 from slime_like.megatron.frozen_parameters import FrozenParameters
 from slime_like.megatron.model.gpt import padded_vocab_size
@@ -198,7 +199,7 @@ def _other_models(
         averages = size < 4 and run.distillation.opd_self_teacher == "ema"
         sizes["teacher"] = weights + (weights // size * 4 if averages else 0)
     generates = run.algorithm.loss_type != "sft_loss" and not run.debug.debug_train_only
-    if run.rollout.rollout_engine == "local" and generates:
+    if not engine_traits(run.rollout.rollout_engine).has_servers and generates:
         size = run.megatron.transformer.params_dtype.itemsize
         sizes["local engine"] = shape_of(run.megatron.transformer, run.gpt).total * size
     return sizes
@@ -234,7 +235,7 @@ def _other_phases(run: RunConfig, resident: dict[str, int]) -> dict[str, dict[st
     """The phases of the weight update, with two weight buckets in flight, and of generation by
     servers on the same GPU."""
     phases = {}
-    if run.rollout.rollout_engine == "sglang":
+    if engine_traits(run.rollout.rollout_engine).has_servers:
         buckets = 2 * run.sglang.update_weight_buffer_size
         phases[SYNC] = {**resident, "messages with weights": buckets}
     if run.sglang.colocate:

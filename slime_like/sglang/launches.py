@@ -23,6 +23,7 @@ from slime_like.sglang.processes import (
     server_command,
     server_settings,
 )
+from slime_like.weight_sync.transports.base import transport_traits
 
 ROUTES_SETTING = "enable_return_routed_experts"  # server argument
 
@@ -51,11 +52,11 @@ def engine_launches(
     for number, shares in enumerate(placements):
         multi_node_settings: dict[str, object] = {}
         if len(shares) > 1:
-            if config.update_weight_transport == "cuda_ipc":
+            if transport_traits(config.update_weight_transport).same_gpu:
                 raise RunError(
-                    "--update-weight-transport cuda_ipc: a server of --rollout-num-gpus-per-engine "
-                    f"{per_engine} spans {len(shares)} nodes, and GPU memory handles are valid on "
-                    "one; legal values: disk, tensor"
+                    f"--update-weight-transport {config.update_weight_transport}: a server of "
+                    f"--rollout-num-gpus-per-engine {per_engine} spans {len(shares)} nodes, and "
+                    "GPU memory handles are valid on one; legal values: disk, tensor"
                 )
             first = shares[0].node
             second = shares[1].node
@@ -92,7 +93,7 @@ def require_reachable(config: SglangConfig, ranks: Collection[int]) -> None:
     """Raise RunError if weights would go through a folder that only one node sees. ranks: the first
     rank of each node with servers."""
     if (
-        config.update_weight_transport == "disk"
+        transport_traits(config.update_weight_transport).uses_folder
         and config.update_weight_disk_dir is None
         and any(ranks)
     ):

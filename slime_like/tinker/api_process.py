@@ -20,6 +20,7 @@ from arguments.parse import SERVER, parse_or_exit
 from arguments.rules.server import valid_keys
 from arguments.run_config import RunConfig
 from slime_like.checkpoints.lock import FolderInUse, FolderLock
+from slime_like.engines.registry import engine_traits
 from slime_like.origin_check import OriginCheck
 from slime_like.tinker import codec
 from slime_like.tinker.access import KeyRing
@@ -61,7 +62,7 @@ def base_model_of(run: RunConfig) -> BaseModel:
     architecture = (config.get("architectures") or ["unknown"])[0]
     supports_lora = run.model.transformer_impl == "local"  # like train.py
     tied = not run.gpt.untie_embeddings_and_output_weights
-    supports_unembed = not (tied and run.rollout.rollout_engine == "sglang")
+    supports_unembed = not (tied and engine_traits(run.rollout.rollout_engine).has_servers)
     name = run.server.served_model_name or folder
     return BaseModel(folder, name, architecture, supports_lora, supports_unembed)
 
@@ -93,7 +94,7 @@ def make_service(
         registry, call, folder=root, base=base.folder, max_snapshots=run.server.max_snapshots
     )
     batch = run.sglang.sglang_server_concurrency
-    if run.rollout.rollout_engine == "local":
+    if not engine_traits(run.rollout.rollout_engine).has_servers:
         batch = run.rollout.rollout_local_batch_size or LOCAL_BATCH
     dispatcher = Dispatcher(
         journal,

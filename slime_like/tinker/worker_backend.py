@@ -18,6 +18,7 @@ from arguments.hf.model import read_hf_model
 from arguments.run_config import RunConfig
 from slime_like.checkpoints.folders import checkpoint_folder
 from slime_like.distributed.collectives import from_rank_zero, gather
+from slime_like.engines.registry import engine_traits
 from slime_like.losses import policy_losses
 from slime_like.losses.total import LossTerms
 from slime_like.losses.value_loss import ValueLossConfig
@@ -290,7 +291,7 @@ class ModelHost:
     def _quantized(self) -> Mapping[str, QuantizedWeight]:
         """Weights that are quantised on the SGLang servers, in the format of the base model's
         folder."""
-        if self.run.rollout.rollout_engine == "local":
+        if not engine_traits(self.run.rollout.rollout_engine).takes_quantized:
             return {}
         return from_rank_zero(lambda: stored_format(self.base))
 
@@ -321,7 +322,7 @@ def make_sampler(
     run: RunConfig, layout: ParallelLayout, tokenizer: PreTrainedTokenizerBase | None
 ) -> SnapshotSampler | SglangSampler:
     """The sampler for --rollout-engine. tokenizer: of the base model. Collective."""
-    if run.rollout.rollout_engine == "local":
+    if not engine_traits(run.rollout.rollout_engine).has_servers:
         return SnapshotSampler(
             run.model,
             layout,

@@ -8,6 +8,7 @@ servers that return.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from slime_like.registry import Registry
@@ -60,18 +61,41 @@ class WeightTransport:
         """Release resources at the end of the run."""
 
 
+@dataclass(frozen=True, slots=True)
+class TransportTraits:
+    """What the rules of the command line must know about a transport before it is imported.
+
+    same_gpu: works between processes on one GPU only. uses_folder: goes through a folder that
+    trainer and servers share. keeps_copy: may keep a copy in host memory for servers that join
+    late.
+    """
+
+    same_gpu: bool = False
+    uses_folder: bool = False
+    keeps_copy: bool = False
+
+
 weight_transports: Registry[type[WeightTransport]] = Registry(
     "weight transport (--update-weight-transport)"
 )
+_traits: dict[str, TransportTraits] = {}
 T = TypeVar("T", bound=type[WeightTransport])
 
 
-def register_weight_transport(name: str, *, help: str = "") -> Callable[[T], T]:
+def transport_traits(name: str | None) -> TransportTraits:
+    """The traits of --update-weight-transport `name`; the defaults for an unknown one."""
+    return _traits.get(name or "", TransportTraits())
+
+
+def register_weight_transport(
+    name: str, *, help: str = "", traits: TransportTraits | None = None
+) -> Callable[[T], T]:
     """Decorator that registers a class as --update-weight-transport `name`. Raises ValueError if
     the name is taken."""
 
     def register(transport: T) -> T:
         weight_transports.add(name, transport, help=help)
+        _traits[name] = traits or TransportTraits()
         return transport
 
     return register
@@ -85,3 +109,8 @@ for _name, _path, _help in (
     ("tensor", "tensor:TensorTransport", "in the requests themselves, which is slow."),
 ):
     weight_transports.add_lazy(_name, f"{_HERE}.{_path}", help=_help)
+_traits |= {
+    "broadcast": TransportTraits(keeps_copy=True),
+    "disk": TransportTraits(uses_folder=True),
+    "cuda_ipc": TransportTraits(same_gpu=True),
+}
