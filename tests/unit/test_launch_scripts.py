@@ -54,12 +54,12 @@ def test_the_command_line_for_one_gpu_is_right(tmp_path: Path) -> None:
         "TRAIN": files["prompts"],
         "TEST": files["prompts"],
     }
-    script = ["bash", str(ROOT / "scripts/run_one_gpu.sh"), "--num-rollout", "3"]
+    script = ["bash", str(ROOT / "scripts/run_one_gpu.sh"), "--num-rollout", "30"]
     subprocess.run(script, env=environment, check=True, timeout=200)
     argv, folder = recorded(tmp_path)
     assert argv[0] == "train.py" and Path(folder) == ROOT
     run = parse_args(argv[1:], 1)
-    assert run.rollout.num_rollout == 3, "flags of the caller come last"
+    assert run.rollout.num_rollout == 30, "flags of the caller come last"
     assert (
         run.algorithm.policy_loss_type == "sapo"
         and run.reward.rm_type == "gsm8k"
