@@ -51,9 +51,9 @@ class RunConfig(ConfigGroups):
     teacher: of on-policy distillation on Megatron, else None. argv: the command line. warnings: to
     be printed once by the launcher.
 
-    notes: what differs from slime under the same flags, and defaults that follow from others; the
-    launcher prints them once. custom: values of the flags that --custom-arguments-path added, by
-    their names.
+    notes: what differs from slime, for a command line that was written for it, and defaults that
+    follow from others; the launcher prints them once. custom: values of the flags that
+    --custom-arguments-path added, by their names.
     """
 
     megatron: MegatronConfigs

@@ -17,7 +17,11 @@ from urllib.parse import unquote
 
 ROOT = Path(__file__).resolve().parent.parent
 HOMES = {"README.md": "index.md", "README_zh.md": "zh/home.md"}
-PAGES = HOMES | {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+PAGES = HOMES | {
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "SECURITY.md": "security.md",
+}
 LANGUAGES = ("en", "zh")
 _FENCED = re.compile(r"(^```.*?^```[ ]*$)", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")

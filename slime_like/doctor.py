@@ -27,6 +27,7 @@ from megatron_patches.patch import (
     has_engine_without_extension,
     has_transformer_engine,
 )
+from slime_like.extras import pip_install
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +52,9 @@ class Dependency:
         if not self.module:
             return "of the cluster's administrator"
         if self.required:
-            return "pip install slime_like"
+            return pip_install()
         extra = next((name for name, packages in EXTRAS.items() if self.package in packages), None)
-        return f"pip install 'slime_like[{extra}]'" if extra else f"pip install {self.package}"
+        return pip_install(extra) if extra else f"pip install {self.package}"
 
 
 # extras of pyproject.toml

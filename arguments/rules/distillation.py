@@ -13,6 +13,7 @@ from arguments.rules.pipeline import virtual_stages_of
 from arguments.schema import DistillationConfig
 from slime_like.checkpoints.folders import is_checkpoint_root
 from slime_like.config import ConfigError, Problem, flag_name
+from slime_like.extras import pip_install
 
 _URL = re.compile(r"https?://(\[[0-9a-fA-F:]+\]|[\w.\-]+)(:\d{1,5})?(/[\w\-./]*)?")
 # slime queries the teacher in a reward function
@@ -36,7 +37,7 @@ def check_teacher_servers(s: Settings) -> list[Problem]:
         message = "only valid with --opd-type megatron; --opd-teacher-url names the servers"
         return problem("opd_teacher_load", opd.opd_teacher_load, message)
     if importlib.util.find_spec("httpx") is None:
-        return problem("opd_type", "sglang", "requires httpx: pip install 'slime_like[sglang]'")
+        return problem("opd_type", "sglang", f"requires httpx: {pip_install('sglang')}")
     urls = teacher_urls(s)
     if not urls:
         message = (

@@ -228,8 +228,12 @@ def notes_of(s: Settings) -> Iterator[str]:
     """Notes about the run, one line each."""
     if not s.trains:
         return
-    if differences := list(_differences_from_slime(s)):
-        yield f"different from slime under the same flags: {'; '.join(differences)}"
+    skips = s.rollout.rollout_skip_special_tokens
+    if _is_slimes(s) and s.generates and calls_user_functions(s) and skips is None:
+        yield (
+            "different from slime: sample.response lacks the special token that ended it; add "
+            "--no-rollout-skip-special-tokens to keep it"
+        )
     if s.algorithm.use_dynamic_batch_size and not BATCH_FLAGS & s.given:
         yield (
             f"micro-batches of up to {s.algorithm.max_tokens_per_gpu} tokens; "
@@ -237,17 +241,9 @@ def notes_of(s: Settings) -> Iterator[str]:
         )
 
 
-def _differences_from_slime(s: Settings) -> Iterator[str]:
-    if "bf16" not in s.given:
-        yield "float32 (slime: bf16; add --bf16)"
-    if "use_distributed_optimizer" not in s.given and s.core.get("optimizer", "adam") == "adam":
-        yield "optimizer state on every rank (slime: sharded; add --use-distributed-optimizer)"
-    skips = s.rollout.rollout_skip_special_tokens
-    if s.generates and calls_user_functions(s) and skips is None:
-        yield (
-            "sample.response lacks the special token that ended it (slime: add "
-            "--no-rollout-skip-special-tokens)"
-        )
+def _is_slimes(s: Settings) -> bool:
+    """Whether the command line was written for slime. The defaults it expects are set by then."""
+    return s.slime.actor_num_nodes is not None or s.slime.actor_num_gpus_per_node is not None
 
 
 def calls_user_functions(s: Settings) -> bool:

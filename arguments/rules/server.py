@@ -23,6 +23,7 @@ from arguments.rules.sglang import (
 from arguments.rules.training import OFFLOAD, OPTIMIZER_RULES, PRECISE
 from arguments.schema import ServerConfig
 from slime_like.config import Problem, flag_name
+from slime_like.extras import pip_install
 from slime_like.losses.registry import policy_losses
 
 SERVER_FIELDS = frozenset(field.name for field in dataclasses.fields(ServerConfig))
@@ -195,7 +196,7 @@ def check_server_packages(s: Settings) -> list[Problem]:
     missing = [name for name in ("fastapi", "uvicorn", "google.protobuf") if not _installed(name)]
     if not missing:
         return []
-    message = f"requires {', '.join(missing)}: pip install 'slime_like[server]'"
+    message = f"requires {', '.join(missing)}: {pip_install('server')}"
     return problem("port", None, message)
 
 

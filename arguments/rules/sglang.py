@@ -13,11 +13,11 @@ from arguments.rules.base import Rule, Settings, problem
 from arguments.schema import SglangConfig
 from arguments.sglang_install import interpreter, nearest, packages_of, router_fields, server_fields
 from slime_like.config import Problem
+from slime_like.extras import pip_install
 from slime_like.weight_sync.transports.base import transport_traits
 
 _ADDRESS = re.compile(r"(https?://)?(\[[0-9a-fA-F:]+\]|[\w.\-]+):(\d{1,5})/?")
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
-INSTALL = "pip install 'slime_like[sglang]'"
 # Server settings that the run sets itself.
 OWN_SERVER_SETTINGS = (
     "model_path",
@@ -141,7 +141,7 @@ def check_sglang_installation(s: Settings) -> list[Problem]:
     if not uses_sglang(s) or s.preflight.preflight:  # preflight: only the job's machines need it
         return []
     if importlib.util.find_spec("httpx") is None:
-        return problem("rollout_engine", "sglang", f"requires httpx: {INSTALL}")
+        return problem("rollout_engine", "sglang", f"requires httpx: {pip_install('sglang')}")
     problems = []
     python = interpreter(g.sglang_python)
     try:
@@ -160,7 +160,7 @@ def check_sglang_installation(s: Settings) -> list[Problem]:
         return problems
     router = router or packages_of(interpreter(None))[1]
     if router is None:
-        message = f"requires sglang_router: {INSTALL}; or add --no-sglang-router"
+        message = f"requires sglang_router: {pip_install('sglang')}; or add --no-sglang-router"
         return problems + problem("rollout_engine", "sglang", message)
     return problems + unknown_settings(
         "--router-", g.sglang_router_flags, router_fields(router), OWN_ROUTER_SETTINGS

@@ -35,7 +35,8 @@ class LoggingConfig(CheckedSettings):
         [],
         "Additional trackers for metrics, settings and the plot; jsonl and tensorboard (see "
         "--no-tensorboard) are always written. A tracker that fails or hangs is reported once, "
-        "and the run continues. Packages: pip install 'slime_like[wandb]', [mlflow], [trackio].",
+        "and the run continues. Packages, in the clone: pip install -e '.[wandb]', [mlflow], "
+        "[trackio].",
         nargs="+",
     )
     tracker_project: str | None = arg(

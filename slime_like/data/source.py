@@ -19,6 +19,7 @@ from typing import Any, BinaryIO, Protocol
 
 from slime_like.data.rows import TASK_PREFIX, Row
 from slime_like.data.values import dotted, half_surrogate, unwritable, with_paths, without_nulls
+from slime_like.extras import pip_install
 from slime_like.text import clean
 
 RowCheck = Callable[[Row], str | None]  # problem with a row, or None
@@ -284,7 +285,7 @@ class ParquetSource:
             import pyarrow.parquet as pq
         except ImportError as error:
             raise ValueError(
-                f"{flag} {path}: Parquet needs pyarrow: pip install 'slime_like[tasks]'"
+                f"{flag} {path}: Parquet needs pyarrow: {pip_install('tasks')}"
             ) from error
         self.name = str(path)
         self._damage = (pa.ArrowException, OSError)

@@ -22,6 +22,7 @@ from urllib.parse import parse_qsl
 from slime_like.config import read_number
 from slime_like.data.rows import TASK_PREFIX, Row
 from slime_like.data.values import plain
+from slime_like.extras import pip_install
 
 DEFAULT_SEED = 0  # reasoning-gym's default differs per process, so a run could not be resumed
 
@@ -36,7 +37,7 @@ class TaskSource:
             from reasoning_gym.factory import DATASETS
         except ImportError as error:
             raise ValueError(
-                f"{flag} {spec}: needs reasoning-gym: pip install 'slime_like[tasks]'"
+                f"{flag} {spec}: needs reasoning-gym: {pip_install('tasks')}"
             ) from error
         where = f"{flag} {spec}"
         task, _, query = spec.removeprefix(TASK_PREFIX).partition("?")

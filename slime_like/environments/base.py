@@ -18,6 +18,7 @@ from typing import Any
 from urllib.parse import parse_qsl
 
 from slime_like.environments.interface import Step, TextEnvironment
+from slime_like.extras import pip_install
 from slime_like.import_utils import load_function
 
 FLAG = "--agent-environment"
@@ -50,9 +51,7 @@ def environment_maker(spec: str) -> Callable[[], TextEnvironment]:
         try:
             from slime_like.environments.gymnasium_text import gymnasium_maker
         except ImportError as error:
-            raise ValueError(
-                f"needs gymnasium ({error}): pip install 'slime_like[agents]'"
-            ) from None
+            raise ValueError(f"needs gymnasium ({error}): {pip_install('agents')}") from None
         return gymnasium_maker(name.removeprefix(GYMNASIUM), options)
     make: Callable[..., object] = SingleTurn
     if name != SINGLE_TURN:

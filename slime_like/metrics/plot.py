@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from slime_like.extras import pip_install
 from slime_like.metrics.timers import STEP_SECONDS, phase_metric, phase_seconds
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ PHASES_TITLE = "Seconds per rollout, by phase"
 OTHER_COLOUR = GREY  # time outside of all phases
 PHASES_LEGEND_IN = 1.35  # inches to the right of the last panel
 SMOOTH_FROM = 40  # number of points from which a smoothed curve is added
-NO_MATPLOTLIB = "the plot needs matplotlib, which is not installed: pip install 'slime_like[tasks]'"
+NO_MATPLOTLIB = f"the plot needs matplotlib, which is not installed: {pip_install('tasks')}"
 
 Rows = Sequence[dict[str, float]]
 Points = list[tuple[int, float]]  # (rollout, value)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from slime_like.extras import pip_install
 from slime_like.registry import Registry
 from slime_like.rewards import (
     code,
@@ -61,8 +62,8 @@ class Reward:
         if self.library is None or importlib.util.find_spec(self.library[0]) is not None:
             return None
         name = self.library[1]
-        what = name if self.extra is None else f"'slime_like[{self.extra}]'"
-        return f"{name}; install it with: pip install {what}"
+        command = f"pip install {name}" if self.extra is None else pip_install(self.extra)
+        return f"{name}; install it with: {command}"
 
 
 rewards: Registry[Reward] = Registry("reward (--rm-type)")

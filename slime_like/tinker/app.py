@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 from arguments.rules.server import is_loopback
+from slime_like.extras import pip_install
 from slime_like.tinker import schemas
 from slime_like.tinker.descriptions import POSTS, body_schema
 from slime_like.tinker.downloads import Downloads
@@ -314,7 +315,7 @@ def _metrics_route(app: FastAPI, service: Service) -> None:
     async def prometheus() -> Response:
         """Metrics for Prometheus."""
         if metrics is None:
-            raise HttpError(404, "install prometheus_client: pip install 'slime_like[server]'")
+            raise HttpError(404, f"install prometheus_client: {pip_install('server')}")
         return Response(metrics.text(), media_type="text/plain; version=0.0.4")
 
 

@@ -491,16 +491,15 @@ def test_micro_batches_are_a_token_budget_by_default(
     assert any("micro-batches of up to" in note for note in config.notes) is (flags == "")
 
 
-def test_defaults_that_are_not_slimes_are_noted(tmp_path: Path) -> None:
-    (note,) = parse_args(complete(tmp_path, "--micro-batch-size", "1"), 1).notes
-    assert "--bf16" in note and "--use-distributed-optimizer" in note and "response" not in note
-    slimes = ("--micro-batch-size", "1", "--bf16", "--use-distributed-optimizer")
-    assert parse_args(complete(tmp_path, *slimes), 1).notes == ()
-    own = ("--custom-rm-path", "json.dumps")
-    (note,) = parse_args(complete(tmp_path, *slimes, *own, without=("--rm-type",)), 1).notes
-    assert "sample.response" in note
-    told = ("--no-bf16", "--no-use-distributed-optimizer", "--micro-batch-size", "1")
-    assert parse_args(complete(tmp_path, *told), 1).notes == ()
+def test_what_differs_from_slime_is_noted_for_slimes_command_lines_alone(tmp_path: Path) -> None:
+    assert parse_args(complete(tmp_path, "--micro-batch-size", "1"), 1).notes == ()
+    own = ("--custom-rm-path", "json.dumps", "--micro-batch-size", "1")
+    assert parse_args(complete(tmp_path, *own, without=("--rm-type",)), 1).notes == ()
+    slimes = (*own, "--actor-num-gpus-per-node", "1")
+    (note,) = parse_args(complete(tmp_path, *slimes, without=("--rm-type",)), 1).notes
+    assert "sample.response" in note and "--bf16" not in note
+    told = (*slimes, "--no-rollout-skip-special-tokens")
+    assert parse_args(complete(tmp_path, *told, without=("--rm-type",)), 1).notes == ()
 
 
 def test_skyrls_names_of_gmpos_bounds(tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def test_errors(spec, words):
 
 def test_without_the_library(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    with pytest.raises(ValueError, match=r"needs reasoning-gym: pip install 'slime_like\[tasks\]'"):
+    with pytest.raises(ValueError, match=r"needs reasoning-gym: pip install -e '/.*\[tasks\]'"):
         TaskSource("reasoning_gym:chain_sum")
 
 

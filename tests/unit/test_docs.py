@@ -21,7 +21,8 @@ from slime_like.losses import LOSS_REDUCTIONS, policy_losses
 ROOT = Path(__file__).resolve().parents[2]
 ENGLISH, CHINESE = ROOT / "docs" / "en", ROOT / "docs" / "zh"
 DOCUMENTS = [
-    ROOT / n for n in ("README.md", "README_zh.md", "CONTRIBUTING.md", "CHANGELOG.md")
+    ROOT / n
+    for n in ("README.md", "README_zh.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
 ] + sorted((ROOT / "docs").rglob("*.md"))
 SCRIPTS = sorted(p for p in (ROOT / "scripts").rglob("*") if p.suffix in (".sh", ".sbatch"))
 PAGES = sorted(ENGLISH.rglob("*.md"))
@@ -32,6 +33,7 @@ PAIRS = [
 # Flags of other programs that the documents and scripts call
 FOREIGN = {
     "pip": "--constraint --no-build-isolation --editable --quiet --upgrade --no-deps --requirement",
+    "hf": "--local-dir --repo-type",
     "torchrun": "--no-python --nproc-per-node --nnodes --node-rank --master-addr --master-port --standalone"
     " --max-restarts --rdzv-backend --rdzv-endpoint",
     "slurm": "--nodes --gpus-per-node --ntasks-per-node --signal --job-name --output --kill-on-bad-exit --export --ntasks --relative --requeue --open-mode"

@@ -92,7 +92,7 @@ def test_remedies_are_extras_of_the_project() -> None:
         listed = " ".join(project["optional-dependencies"][extra])
         assert all(re.search(rf"(^| ){package}\b", listed) for package in packages), extra
     assert Dependency("sglang", "sglang", "x").remedy == "pip install sglang"
-    assert Dependency("httpx", "httpx", "x").remedy == "pip install 'slime_like[sglang]'"
+    assert Dependency("httpx", "httpx", "x").remedy == f"pip install -e '{ROOT}[sglang]'"
 
 
 def test_a_port_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ LAYERS = (
         "slime_like.config",
         "slime_like.distributed",
         "slime_like.errors",
+        "slime_like.extras",
         "slime_like.function_args",
         "slime_like.import_utils",
         "slime_like.lazy",

@@ -142,7 +142,7 @@ def test_without_matplotlib_the_table_and_a_hint_are_printed(
     stream = io.StringIO()
     assert write_report(path, console=Console(file=stream, width=100)) is None
     assert "rollout/reward_mean" in stream.getvalue()
-    assert "pip install 'slime_like[tasks]'" in stream.getvalue()
+    assert "[tasks]'" in stream.getvalue()
     with pytest.raises(ModuleNotFoundError, match="tasks"):
         write_plot(read_metrics(path), tmp_path / "x.png")
 

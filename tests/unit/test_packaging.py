@@ -7,7 +7,12 @@ import re
 import tomllib
 from pathlib import Path
 
+import pytest
+import yaml
+
 import slime_like
+from slime_like import extras
+from slime_like.extras import pip_install
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -29,6 +34,13 @@ def test_the_version_stands_in_one_place() -> None:
     assert f"## {slime_like.__version__}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
+def test_the_citation_is_of_this_version() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert citation["version"] == slime_like.__version__
+    assert citation["license"] == PROJECT["project"]["license"]
+    assert {"cff-version", "message", "title", "authors"} <= set(citation)
+
+
 def test_apex_is_never_a_dependency_and_transformer_engine_is_optional() -> None:
     base = names(PROJECT["project"]["dependencies"])
     extras = {name for requirements in EXTRAS.values() for name in names(requirements)}
@@ -45,12 +57,28 @@ def test_what_errors_tell_to_install_exists() -> None:
     told = {
         extra
         for path in SOURCES
-        for extra in re.findall(r"slime_like\[(\w+)\]", path.read_text(encoding="utf-8"))
+        for extra in re.findall(r"pip_install\(['\"](\w+)['\"]\)", path.read_text(encoding="utf-8"))
     }
-    assert told and told <= set(EXTRAS)
+    assert len(told) > 3 and told <= set(EXTRAS)
     assert {
         extra for text in EXTRAS["dev"] for extra in re.findall(r"slime_like\[(\w+)\]", text)
     } <= set(EXTRAS)
+
+
+def test_what_is_told_to_install_works_in_a_clone() -> None:
+    """No index has slime_like: neither a page nor a message may say that pip finds it there."""
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
+    named = re.compile(r"pip install (-\S+ )*['\"]?slime[_-]like\b")
+    assert not [p for p in (*pages, *SOURCES) if named.search(p.read_text(encoding="utf-8"))]
+    assert pip_install("tasks") == f"pip install -e '{ROOT}[tasks]'"
+    assert pip_install() == f"pip install -e '{ROOT}'"
+
+
+def test_without_a_clone_the_command_says_where(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(extras, "CLONE", tmp_path)
+    assert pip_install("server") == "pip install -e '.[server]' in a clone of slime_like"
 
 
 def test_every_package_is_found_and_typed() -> None:

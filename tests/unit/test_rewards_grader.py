@@ -208,7 +208,7 @@ def test_a_reward_that_is_not_there(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(
         ValueError,
-        match=r"reward math needs math-verify; .* pip install 'slime_like\[tasks\]'",
+        match=r"reward math needs math-verify; .* pip install -e '/.*\[tasks\]'",
     ):
         Grader(rm_type="math").grade([make(5)])
 
