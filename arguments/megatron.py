@@ -12,16 +12,9 @@ from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 
-from arguments.flags import (
-    Flag,
-    Shape,
-    SourceField,
-    read_source_fields,
-    shape_of,
-    spellings_of,
-)
+from arguments.flags import Flag, Shape, SourceField, read_source_fields, shape_of, spellings_of
 from arguments.hf.moe import layer_pattern
-from arguments.megatron_help import HELP_TEXTS
+from arguments.megatron_fields import FIELDS, MegatronField
 from arguments.schema import GPTModelConfig
 from slime_like.config import Problem, flag_name
 
@@ -37,124 +30,6 @@ SOURCES: Mapping[str, tuple[tuple[str, str], ...]] = {
     ),
 }
 CONFIGS_OF_GROUP = {group: sources[0][1] for group, sources in SOURCES.items()}
-# Supported fields. All other fields, of any release, are known flags that are rejected.
-SUPPORTED = frozenset(
-    [
-        "num_layers",
-        "num_layers_in_first_pipeline_stage",
-        "num_layers_in_last_pipeline_stage",
-        "pipeline_model_parallel_layout",
-        "account_for_embedding_in_pipeline_split",
-        "account_for_loss_in_pipeline_split",
-        "hidden_size",
-        "num_attention_heads",
-        "num_query_groups",
-        "ffn_hidden_size",
-        "kv_channels",
-        "hidden_dropout",
-        "attention_dropout",
-        "fp32_residual_connection",
-        "layernorm_epsilon",
-        "layernorm_zero_centered_gamma",
-        "add_bias_linear",
-        "add_qkv_bias",
-        "normalization",
-        "qk_layernorm",
-        "rotary_interleaved",
-        "init_method_std",
-        "embedding_init_method_std",
-        "attention_softmax_in_fp32",
-        "apply_query_key_layer_scaling",
-        "disable_bf16_reduced_precision_matmul",
-        "attention_backend",
-        "bias_activation_fusion",
-        "masked_softmax_fusion",
-        "persist_layer_norm",
-        "bias_dropout_fusion",
-        "apply_rope_fusion",
-        "recompute_granularity",
-        "recompute_method",
-        "recompute_num_layers",
-        "recompute_modules",
-        "distribute_saved_activations",
-        "perform_initialization",
-        "use_cpu_initialization",
-        "bf16",
-        "deterministic_mode",
-        "gradient_accumulation_fusion",
-        "overlap_p2p_comm",
-        "clone_scatter_output_in_embedding",
-        "cp_comm_type",
-        "num_moe_experts",
-        "moe_ffn_hidden_size",
-        "moe_layer_freq",
-        "moe_shared_expert_intermediate_size",
-        "moe_shared_expert_gate",
-        "moe_router_topk",
-        "moe_router_pre_softmax",
-        "moe_router_score_function",
-        "moe_router_num_groups",
-        "moe_router_group_topk",
-        "moe_router_topk_scaling_factor",
-        "moe_router_dtype",
-        "moe_router_load_balancing_type",
-        "moe_aux_loss_coeff",
-        "moe_z_loss_coeff",
-        "moe_router_enable_expert_bias",
-        "moe_router_bias_update_rate",
-        "moe_token_dispatcher_type",
-        "moe_expert_capacity_factor",
-        "moe_pad_expert_input_to_capacity",
-        "moe_token_drop_policy",
-        "moe_enable_deepep",
-        "moe_grouped_gemm",
-        "moe_permute_fusion",
-        "moe_router_fusion",
-        "lr",
-        "min_lr",
-        "decoupled_lr",
-        "decoupled_min_lr",
-        "weight_decay",
-        "apply_wd_to_qk_layernorm",
-        "optimizer",
-        "adam_beta1",
-        "adam_beta2",
-        "adam_eps",
-        "decoupled_weight_decay",
-        "sgd_momentum",
-        "clip_grad",
-        "muon_momentum",
-        "muon_split_qkv",
-        "muon_use_nesterov",
-        "muon_nesterov",
-        "muon_scale_mode",
-        "muon_fp32_matmul_prec",
-        "muon_coefficient_type",
-        "muon_num_ns_steps",
-        "muon_tp_mode",
-        "muon_extra_scale_factor",
-        "use_precision_aware_optimizer",
-        "exp_avg_dtype",
-        "exp_avg_sq_dtype",
-        "main_grads_dtype",
-        "main_params_dtype",
-        "optimizer_cpu_offload",
-        "optimizer_offload_fraction",
-        "overlap_cpu_optimizer_d2h_h2d",
-        "pin_cpu_grads",
-        "pin_cpu_params",
-        "use_distributed_optimizer",
-        "overlap_param_gather",
-        "overlap_grad_reduce",
-        "grad_reduce_in_fp32",
-        "align_param_gather",
-        "bucket_size",
-        "pad_buckets_for_high_nccl_busbw",
-        "average_in_collective",
-    ]
-)
-# Supported fields that some supported releases lack.
-RELEASE_DEPENDENT = frozenset({"muon_use_nesterov", "muon_nesterov", "muon_coefficient_type"})
 # Set by the trainer or derived from other flags; they have no flag.
 DERIVED = frozenset(
     [
@@ -184,102 +59,6 @@ DERIVED = frozenset(
         "check_for_nan_in_grad",
     ]
 )
-# Megatron-LM's spellings where they are not the field's name: dest -> (on, off)
-SPELLINGS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "apply_rope_fusion": ((), ("--no-rope-fusion",)),
-    "bias_activation_fusion": ((), ("--no-bias-swiglu-fusion", "--no-bias-gelu-fusion")),
-    "grad_reduce_in_fp32": (("--accumulate-allreduce-grads-in-fp32",), ()),
-    "bucket_size": (("--ddp-bucket-size",), ()),
-    "average_in_collective": (("--ddp-average-in-collective",), ()),
-    "num_moe_experts": (("--num-experts",), ()),
-    "overlap_p2p_comm": (("--overlap-p2p-communication",), ("--no-overlap-p2p-communication",)),
-    "num_layers_in_first_pipeline_stage": (("--decoder-first-pipeline-num-layers",), ()),
-    "num_layers_in_last_pipeline_stage": (("--decoder-last-pipeline-num-layers",), ()),
-    "muon_split_qkv": ((), ("--muon-no-split-qkv",)),
-    "muon_nesterov": (("--muon-use-nesterov",), ("--no-muon-use-nesterov",)),
-}
-# Supported values; a release may have more.
-CHOICES: Mapping[str, tuple[str, ...]] = {
-    "normalization": ("LayerNorm", "RMSNorm"),
-    "recompute_granularity": ("full", "selective"),
-    "recompute_method": ("uniform", "block"),
-    "moe_router_score_function": ("softmax", "sigmoid"),
-    "moe_router_dtype": ("fp32", "fp64"),
-    "moe_token_drop_policy": ("probs", "position"),
-    "attention_backend": ("flash", "fused", "unfused", "local", "auto"),
-    "optimizer": ("adam", "sgd", "muon"),
-    "muon_scale_mode": ("spectral", "unit_rms_norm", "shape_scaling"),
-    "muon_fp32_matmul_prec": ("medium", "high", "highest"),
-    "muon_coefficient_type": ("simple", "quintic", "polar_express", "aol"),
-    "muon_tp_mode": ("duplicated", "distributed", "blockwise"),
-    "recompute_modules": ("core_attn", "mlp", "layernorm", "moe", "shared_experts"),
-    "cp_comm_type": ("p2p", "all_gather", "a2a"),
-    "moe_token_dispatcher_type": ("alltoall", "allgather", "flex"),
-    "moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss", "global_aux_loss", "none"),
-}
-# torch.dtype fields -> Megatron-LM's names of the dtypes that Transformer Engine's Adam supports;
-# `arguments/rules/training.py` has further restrictions.
-OPTIMIZER_DTYPES: Mapping[str, tuple[str, ...]] = {
-    "main_grads_dtype": ("fp32", "bf16"),
-    "main_params_dtype": ("fp32", "fp16"),
-    "exp_avg_dtype": ("fp32", "fp16", "bf16", "fp8"),
-    "exp_avg_sq_dtype": ("fp32", "fp16", "bf16", "fp8"),
-}
-# Fields with several types -> the shape they are parsed as. A list with one item becomes the plain
-# value; see `network_of_flags`.
-UNIONS: Mapping[str, Shape] = {
-    "moe_layer_freq": Shape("value", str),
-    "pipeline_model_parallel_layout": Shape("value", str),
-    "moe_router_load_balancing_type": Shape("list", str),
-    "moe_aux_loss_coeff": Shape("list", float),
-    **{name: Shape("value", str, words) for name, words in OPTIMIZER_DTYPES.items()},
-}
-# As in `slime_like.config.arg`
-NEEDS: Mapping[str, tuple[str, ...]] = {
-    "overlap_cpu_optimizer_d2h_h2d": ("optimizer_cpu_offload",),
-    "optimizer_offload_fraction": ("optimizer_cpu_offload",),
-    "pin_cpu_grads": ("optimizer_cpu_offload",),
-    "pin_cpu_params": ("optimizer_cpu_offload",),
-    "overlap_param_gather": ("use_distributed_optimizer", "overlap_grad_reduce"),
-    **{name: ("optimizer=muon",) for name in SUPPORTED if name.startswith("muon_")},
-}
-DEFAULT_TEXTS = {
-    "num_layers": "from --hf-checkpoint",
-    "hidden_size": "from --hf-checkpoint",
-    "num_attention_heads": "from --hf-checkpoint",
-    "num_query_groups": "from --hf-checkpoint, else --num-attention-heads",
-    "ffn_hidden_size": "from --hf-checkpoint, else 4 * --hidden-size",
-    "kv_channels": "from --hf-checkpoint, else --hidden-size / --num-attention-heads",
-    "hidden_dropout": "0.0",
-    "attention_dropout": "0.0",
-    "layernorm_epsilon": "from --hf-checkpoint, else 1e-05",
-    "normalization": "from --hf-checkpoint, else LayerNorm",
-    "qk_layernorm": "from --hf-checkpoint, else off",
-    "add_qkv_bias": "from --hf-checkpoint, else off",
-    "add_bias_linear": "from --hf-checkpoint, else on",
-    "num_moe_experts": "from --hf-checkpoint, else none",
-    "moe_ffn_hidden_size": "from --hf-checkpoint, else --ffn-hidden-size",
-    "moe_layer_freq": "from --hf-checkpoint, else 1",
-    "moe_router_topk": "from --hf-checkpoint, else 2",
-    "moe_router_pre_softmax": "from --hf-checkpoint, else off",
-    "moe_router_score_function": "from --hf-checkpoint, else softmax",
-    "moe_shared_expert_intermediate_size": "from --hf-checkpoint, else none",
-    "moe_shared_expert_gate": "from --hf-checkpoint, else off",
-    "moe_token_dispatcher_type": "alltoall",
-    **dict.fromkeys(OPTIMIZER_DTYPES, "fp32"),
-    "optimizer_offload_fraction": "1.0",
-    "lr": "none; required",
-    "muon_tp_mode": "duplicated",
-    "min_lr": "0.0",
-    "grad_reduce_in_fp32": "on with --bf16, else off",
-    "bias_activation_fusion": "on with CUDA and Transformer Engine",
-    "bias_dropout_fusion": "on with CUDA and Transformer Engine",
-    "masked_softmax_fusion": "on with CUDA and Transformer Engine",
-    "apply_rope_fusion": "on with CUDA and Transformer Engine",
-    "gradient_accumulation_fusion": "on with CUDA and Apex's extension",
-    "overlap_p2p_comm": "on with NCCL and the interleaved schedule",
-    "cp_comm_type": "p2p with Transformer Engine, else all_gather",
-}
 # Why a field is not supported: the first pattern that matches its name.
 REASONS: Mapping[str, str] = {
     "^fp16$|loss_scale|hysteresis": "float16 and loss scaling; use --bf16",
@@ -340,23 +119,24 @@ def megatron_flags() -> list[Flag]:
     flags = []
     for name, places in megatron_fields().items():
         group, source = places[0]
-        shape = UNIONS.get(name) or shape_of(source.annotation)
+        shape = _union(name) or shape_of(source.annotation)
         no_flag = "Callable" in str(source.annotation) or name.endswith("dtype")
         if name not in DERIVED and (shape is not None or not no_flag):
             flags.append(_flag(name, group, source, shape))
     return flags
 
 
+def _union(name: str) -> Shape | None:
+    return FIELDS[name].union if name in FIELDS else None
+
+
 def _flag(name: str, group: str, source: SourceField, shape: Shape | None) -> Flag:
-    supported = name in SUPPORTED
-    assert not supported or shape is not None or name in CHOICES, (
-        f"{name} is supported and has no type"
-    )
+    row = FIELDS.get(name, MegatronField(""))
+    assert row.help == "" or shape is not None or row.choices, f"{name} has no type"
     shape = shape or Shape("value")
-    is_switch = shape.kind == "switch"
     on, off = spellings_of(name, shape.kind)
-    more_on, more_off = SPELLINGS.get(name, ((), ()))
-    if is_switch and source.default is True:
+    more_on, more_off = row.on, row.off
+    if shape.kind == "switch" and source.default is True:
         more_off = (*source.arg_names, *more_off)
     else:
         more_on = (*source.arg_names, *more_on)
@@ -365,14 +145,14 @@ def _flag(name: str, group: str, source: SourceField, shape: Shape | None) -> Fl
         group=group,
         kind=shape.kind,
         item=shape.item,
-        help=f"{HELP_TEXTS[name]} ({name} of {CONFIGS_OF_GROUP[group]})" if supported else "",
+        help=f"{row.help} ({name} of {CONFIGS_OF_GROUP[group]})" if row.help else "",
         on=tuple(dict.fromkeys((*more_on, *on))),
         off=tuple(dict.fromkeys((*more_off, *off))),
         default=source.default,
-        default_text=DEFAULT_TEXTS.get(name, "auto" if name == "attention_backend" else ""),
-        choices=CHOICES.get(name) or shape.choices,
-        needs=NEEDS.get(name, ()),
-        rejection="" if supported else _reason(name),
+        default_text=row.default,
+        choices=row.choices or shape.choices,
+        needs=row.needs,
+        rejection="" if name in FIELDS else _reason(name),
     )
 
 
@@ -391,10 +171,9 @@ def network_of_flags(
 
     `activation_func` is a name, as in `HfModel.transformer`.
     """
-    network = {name: given[name] for name in SUPPORTED if given.get(name) is not None}
-    for name in UNIONS.keys() & network.keys():
-        value = network[name]
-        if isinstance(value, list) and len(value) == 1:
+    network = {name: given[name] for name in FIELDS if given.get(name) is not None}
+    for name, value in network.items():
+        if FIELDS[name].union is not None and isinstance(value, list) and len(value) == 1:
             network[name] = value[0]
     problems: list[Problem] = []
     if "moe_layer_freq" in network:

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from arguments.cuda import cuda_available
-from arguments.megatron import OPTIMIZER_DTYPES, megatron_fields
+from arguments.megatron import megatron_fields
+from arguments.megatron_fields import OPTIMIZER_DTYPES
 from arguments.schema import ModelConfig, ParallelConfig
 from slime_like.config import Problem, flag_name
 

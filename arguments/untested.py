@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from functools import cache
 
 from arguments.flags import Shape, shape_of
-from arguments.megatron import DERIVED, SUPPORTED, UNIONS, megatron_fields
+from arguments.megatron import DERIVED, megatron_fields
+from arguments.megatron_fields import FIELDS
 from arguments.rules.base import Settings
 from slime_like.config import Problem
 
@@ -29,11 +30,11 @@ SWITCH = {"true": True, "false": False}
 def untested_fields() -> dict[str, Shape | None]:
     """Shape of each field that may be given; None: passed on as a string."""
     return {
-        name: UNIONS.get(name) or shape_of(places[0][1].annotation)
+        name: shape_of(places[0][1].annotation)
         for name, places in megatron_fields().items()
         if KINDS.search(name)
         and not NOT.search(name)
-        and name not in SUPPORTED
+        and name not in FIELDS
         and name not in DERIVED
         and "Callable" not in str(places[0][1].annotation)
     }
@@ -49,7 +50,7 @@ def read_untested(words: Sequence[str]) -> tuple[dict[str, object], list[Problem
         if not given or name not in untested_fields():
             legal = ", ".join(sorted(untested_fields()))
             message = f"must be NAME:VALUE with a NAME of {legal}"
-            if name in SUPPORTED:
+            if name in FIELDS:
                 message = f"--{name.replace('_', '-')} is tested: give it as a flag of its own"
             problems.append(Problem(FLAG, word, message))
             continue

@@ -16,8 +16,8 @@ from arguments.aliases import ALIASES, IGNORED, NO_EFFECT, NOT_IMPLEMENTED_GROUP
 from arguments.flag_registry import FlagTable, flag_table  # noqa: E402
 from arguments.flags import Flag  # noqa: E402
 from arguments.help import default_text  # noqa: E402
-from arguments.megatron import CONFIGS_OF_GROUP, RELEASE_DEPENDENT  # noqa: E402
-from arguments.megatron_help import OPTIMIZER  # noqa: E402
+from arguments.megatron import CONFIGS_OF_GROUP  # noqa: E402
+from arguments.megatron_fields import FIELDS, SOME_RELEASES  # noqa: E402
 
 TARGET = ROOT / "docs" / "flags.md"
 HEAD = """# Flags
@@ -62,7 +62,7 @@ def render(table: FlagTable) -> str:
     for flag in table.flags:
         if flag.rejection and flag.group in CONFIGS_OF_GROUP:
             continue  # these depend on the installed release
-        if flag.dest in RELEASE_DEPENDENT:
+        if flag.dest in SOME_RELEASES:
             continue  # listed below, for all releases alike
         if flag.rejection:
             rejected.setdefault(flag.rejection, []).append(flag.name)
@@ -79,7 +79,7 @@ def render(table: FlagTable) -> str:
         "## Other spellings\n\n| typed | means |\n|---|---|\n" + "\n".join(spellings(table)) + "\n"
     )
     release_dependent = "\n".join(
-        f"- `--{name.replace('_', '-')}`: {OPTIMIZER[name]}" for name in sorted(RELEASE_DEPENDENT)
+        f"- `--{name.replace('_', '-')}`: {FIELDS[name].help}" for name in sorted(SOME_RELEASES)
     )
     parts.append(
         f"Further flags that only some releases of megatron-core have:\n\n{release_dependent}\n"

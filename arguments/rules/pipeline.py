@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from arguments.megatron import SPELLINGS
+from arguments.megatron_fields import FIELDS
 from arguments.rules.base import LayoutSettings, Settings, problem
 from arguments.schema import ParallelConfig
 from slime_like.config import Problem, flag_name
@@ -174,7 +174,8 @@ def _check_equal_stages(s: LayoutSettings) -> list[Problem]:
 
 
 def _flag(name: str) -> str:
-    return SPELLINGS[name][0][0] if name in SPELLINGS else flag_name(name)
+    spellings = FIELDS[name].on if name in FIELDS else ()
+    return spellings[0] if spellings else flag_name(name)
 
 
 def _layers_to_split(core: Mapping[str, Any]) -> int:

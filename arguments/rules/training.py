@@ -8,8 +8,8 @@ from pathlib import Path
 from arguments.critic_layout import critic_parallel, layout_flags
 from arguments.hf.model import HfModel, read_hf_model
 from arguments.hf.peft_adapter import read_adapter_config
-from arguments.megatron import OPTIMIZER_DTYPES
 from arguments.megatron_configs import resolve_transformer_impl
+from arguments.megatron_fields import OPTIMIZER_DTYPES
 from arguments.rules.algorithm import has_critic
 from arguments.rules.base import Rule, Settings, Warn, problem
 from arguments.schema.lora import LATENT_ATTENTION, MIXTRAL_MLP, MLP, TARGETS, UNEMBEDDING

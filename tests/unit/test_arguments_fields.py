@@ -14,16 +14,15 @@ import torch
 
 from arguments.flag_registry import FlagTable, flag_table, without_clashes
 from arguments.flags import Flag, flags_of, read_source_fields, shape_of
-from arguments.megatron import (
-    CHOICES,
-    DERIVED,
-    OPTIMIZER_DTYPES,
-    RELEASE_DEPENDENT,
-    SUPPORTED,
-    megatron_fields,
-    megatron_flags,
+from arguments.megatron import DERIVED, megatron_fields, megatron_flags
+from arguments.megatron_fields import (
+    DATA_PARALLEL,
+    EXPERTS,
+    FIELDS,
+    NETWORK,
+    OPTIMIZER,
+    SOME_RELEASES,
 )
-from arguments.megatron_help import DATA_PARALLEL, EXPERTS, HELP_TEXTS, NETWORK, OPTIMIZER
 from slime_like.config import POSITIVE, arg, flag_name
 
 
@@ -159,16 +158,17 @@ def test_a_field_of_megatron_core_may_have_any_name() -> None:
 def test_values_that_a_release_adds_are_not_legal_by_that() -> None:
     """Every word that works here is listed here."""
     words = {flag.dest for flag in megatron_flags() if not flag.rejection and flag.choices}
-    listed = CHOICES.keys() | OPTIMIZER_DTYPES.keys()
-    assert words | RELEASE_DEPENDENT & listed == listed
+    listed = {name for name, field in FIELDS.items() if field.choices or field.dtypes}
+    assert words | SOME_RELEASES & listed == listed
 
 
 def test_supported_fields_exist_and_each_field_is_decided_once() -> None:
     names = set(megatron_fields())
-    assert names >= SUPPORTED - RELEASE_DEPENDENT and SUPPORTED > RELEASE_DEPENDENT
-    assert not SUPPORTED & DERIVED
+    supported = set(FIELDS)
+    assert names >= supported - SOME_RELEASES and supported > SOME_RELEASES
+    assert not supported & DERIVED
     flags = {flag.dest: flag for flag in megatron_flags()}
-    assert {name for name, flag in flags.items() if not flag.rejection} == SUPPORTED & names
+    assert {name for name, flag in flags.items() if not flag.rejection} == supported & names
     without_flag = names - set(flags) - DERIVED
     types = {name: str(megatron_fields()[name][0][1].annotation) for name in without_flag}
     assert all("Callable" in words or name.endswith("dtype") for name, words in types.items()), (
@@ -180,22 +180,23 @@ def test_every_exposed_flag_of_megatron_core_has_a_sentence_of_its_own() -> None
     """And no sentence is about a flag that is refused or gone, nor names a flag that does not
     exist."""
     exposed = {flag.dest: flag for flag in megatron_flags() if not flag.rejection}
-    assert set(HELP_TEXTS) - RELEASE_DEPENDENT == set(exposed) - RELEASE_DEPENDENT
+    texts = {name: field.help for name, field in FIELDS.items()}
+    assert set(texts) - SOME_RELEASES == set(exposed) - SOME_RELEASES
     assert (
         len(NETWORK) + len(EXPERTS) + len(OPTIMIZER) + len(DATA_PARALLEL)
-        == len(HELP_TEXTS)
-        == len(set(HELP_TEXTS.values()))
+        == len(texts)
+        == len(set(texts.values()))
     )
     assert {
         name: len(words)
-        for name, words in HELP_TEXTS.items()
+        for name, words in texts.items()
         if len(words) > 160 or not words.endswith(".")
     } == {}
-    assert exposed["clip_grad"].help == f"{HELP_TEXTS['clip_grad']} (clip_grad of OptimizerConfig)"
+    assert exposed["clip_grad"].help == f"{texts['clip_grad']} (clip_grad of OptimizerConfig)"
     known = flag_table().spellings
     named = {
         word
-        for words in HELP_TEXTS.values()
+        for words in texts.values()
         for word in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", words)
     }
     assert len(named) > 20 and named <= set(known), named - set(known)
