@@ -1,7 +1,8 @@
 """Hooks of mkdocs.yml: build a site from the repository's Markdown, which also renders on GitHub.
 
 The home pages are README.md and README_zh.md. The navigation is read from docs/en/index.md and
-docs/zh/index.md. Links to files outside docs/ lead to copies of these files.
+docs/zh/index.md: each language has its own menu. Links to files outside docs/ lead to copies of
+these files. Every page is also there as Markdown, and llms.txt lists these (https://llmstxt.org).
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import os
 import posixpath
 import re
+import tomllib
 from collections.abc import Iterator, Sequence
 from html.parser import HTMLParser
 from pathlib import Path
@@ -27,6 +29,9 @@ _FENCED = re.compile(r"(^```.*?^```[ ]*$)", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 _LIST_AFTER_TEXT = re.compile(r"(?m)^((?![-*] |\d+\. |[ |#]).+)\n(?=(?:[-*]|1\.) )")
 _HEADING = re.compile(r"^## (.+)$", re.MULTILINE)
+_MENU = re.compile(r'class="md-tabs__link">(.*?)</a>', re.DOTALL)
+_CHINESE = re.compile(r"[\u4e00-\u9fff]")
+_DOCSTRING = re.compile(r"^::: (\S+)$(?:\n+^    .+$)*", re.MULTILINE)
 _DOCUMENTED = re.compile(r"^### `\w+`\n\n(?=::: )", re.MULTILINE)
 
 
@@ -50,6 +55,15 @@ def navigation(language: str) -> list[dict[str, list[str]]]:
             p for p in dict.fromkeys(links) if p and p.endswith(".md") and p not in before
         ]
     return [{title: pages} for title, pages in found.items()]
+
+
+def labels(language: str) -> dict[str, str]:
+    """What the index page of `language` calls each page that it links."""
+    index = f"docs/{language}/index.md"
+    found: dict[str, str] = {}
+    for _, label, target in _LINK.findall((ROOT / index).read_text(encoding="utf-8")):
+        found.setdefault(place(index, target.split("#")[0]) or target, label)
+    return found
 
 
 def place(of: str, target: str) -> str | None:
@@ -110,9 +124,36 @@ def on_config(config: Any) -> Any:
     config.nav = [
         {"slime_like": ["index.md", "en/index.md"]},
         *english,
-        {"中文": ["zh/home.md", "zh/index.md", *chinese]},
+        {"slime_like": ["zh/home.md", "zh/index.md"]},
+        *chinese,
     ]
     return config
+
+
+def on_nav(nav: Any, config: Any, files: Any) -> Any:
+    """Divide the menu into one a language. A page that both have, such as the flags, has the
+    English menu; in the Chinese one it is a link."""
+    from mkdocs.structure.nav import Link
+
+    names = labels("zh")
+    english, chinese = by_language(nav.items)
+    for section in chinese:
+        section.children = [
+            page
+            if page.file.src_uri.startswith("zh/")
+            else Link(f"{names[page.file.src_uri]}（英文）", page.url)
+            for page in section.children
+        ]
+    for section in english:
+        for page in section.children:
+            page.parent = section
+    return nav
+
+
+def by_language(items: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+    """The sections of the English and of the Chinese menu."""
+    half = len(items) // 2  # `on_config`: as many of each
+    return items[:half], items[half:]
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -142,16 +183,17 @@ def twin(page: str) -> str | None:
 
 
 def on_page_context(context: Any, page: Any, config: Any, nav: Any) -> Any:
-    """Set the language of a page, and the link to the same page in the other language."""
+    """Set the language of a page, its menu, and the link to the same page in the other language."""
+    from mkdocs.structure.nav import Navigation
+
     at = page.file.src_uri
+    context["nav"] = Navigation(list(by_language(nav.items)[at.startswith("zh/")]), nav.pages)
+    context["nav"].homepage = page if at in HOMES.values() else nav.homepage
     config.theme["language"] = "zh" if at.startswith("zh/") else "en"
-    other = twin(at)
-    if other is None:
-        config.extra.pop("alternate", None)
-    else:
-        link = other.removesuffix("md") + "html"  # from the root; the theme makes it relative
-        name, lang = ("English", "en") if at.startswith("zh/") else ("中文", "zh")
-        config.extra["alternate"] = [{"name": name, "link": link, "lang": lang}]
+    other = twin(at) or "zh/index.md"  # a page that is in English only
+    link = other.removesuffix("md") + "html"  # from the root; the theme makes it relative
+    name, lang = ("English", "en") if at.startswith("zh/") else ("中文", "zh")
+    config.extra["alternate"] = [{"name": name, "link": link, "lang": lang}]
     return context
 
 
@@ -161,9 +203,31 @@ def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
 
 
 def on_post_page(output: str, page: Any, config: Any) -> str:
-    """Add an accessible name to the search dialog, which Material lacks."""
+    """Add an accessible name to the search dialog, which Material lacks, and name the Markdown."""
     label = "搜索" if page.file.src_uri.startswith("zh/") else "Search"
-    return output.replace('role="dialog"', f'role="dialog" aria-label="{label}"')
+    output = output.replace('role="dialog"', f'role="dialog" aria-label="{label}"')
+    source = posixpath.basename(page.file.src_uri)
+    link = f'<link rel="alternate" type="text/markdown" href="{source}">'
+    return output.replace("</head>", f"{link}</head>", 1)
+
+
+def as_markdown(text: str, of: str, at: str) -> str:
+    """The page `at` as Markdown: its links lead to the Markdown of other pages, and docstrings,
+    which are not in it, are named by where they are shown."""
+    html = posixpath.basename(at).removesuffix("md") + "html"
+    return _DOCSTRING.sub(rf"`\1`: [docstring]({html}#\1)", for_the_site(text, of, at))
+
+
+def llms_txt(summary: str) -> str:
+    """What a language model should read, by the convention of https://llmstxt.org: a title, a
+    summary, and sections of links, which are those of the English index."""
+    index = "docs/en/index.md"
+    text = (ROOT / index).read_text(encoding="utf-8")
+    sections = for_the_site(text[text.index("## ") :], index, "llms.txt")
+    return (
+        f"# slime_like\n\n> {summary}\n\nStart with the [README](index.md). "
+        f"In Chinese: [README](zh/home.md), [pages](zh/index.md).\n\n{sections}"
+    )
 
 
 class _Built(HTMLParser):
@@ -192,6 +256,9 @@ def problems(site: Path) -> list[str]:
         if path.name == "404.html":
             continue  # has absolute links
         here = path.relative_to(site)
+        menu = " ".join(_MENU.findall(path.read_text("utf-8")))
+        if menu and bool(_CHINESE.search(menu)) is not here.is_relative_to("zh"):
+            found.append(f"{here}: has the menu of another language")
         found += [f"{here}: loads {u}" for u in built.loads if re.match(r"(https?:)?//", u)]
         for target in built.links + built.loads:
             if re.match(r"([a-z]+:)?//|[a-z]+:", target):
@@ -216,7 +283,15 @@ def search_from_a_folder(site: Path) -> None:
 def on_post_build(config: Any) -> None:
     from mkdocs.exceptions import PluginError
 
-    search_from_a_folder(Path(config.site_dir))
+    site = Path(config.site_dir)
+    search_from_a_folder(site)
+    summary = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["description"]
+    (site / "llms.txt").write_text(llms_txt(f"{summary}."), "utf-8")
+    for path in sorted(site.rglob("*.html")):
+        page = path.relative_to(site).with_suffix(".md").as_posix()
+        if (ROOT / original(page)).is_file():
+            text = (ROOT / original(page)).read_text("utf-8")
+            (site / page).write_text(as_markdown(text, original(page), page), "utf-8")
     found = problems(Path(config.site_dir))
     if found:
         raise PluginError("\n".join(["links of the built site:", *found]))

@@ -4,11 +4,25 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
-from scripts.docs_site import for_the_site, linked_sources, navigation, place, problems, slug, twin
+from scripts.docs_site import (
+    as_markdown,
+    by_language,
+    for_the_site,
+    labels,
+    linked_sources,
+    llms_txt,
+    navigation,
+    on_config,
+    place,
+    problems,
+    slug,
+    twin,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -28,6 +42,49 @@ def test_the_navigation_is_the_index_and_alike_in_both_languages() -> None:
     ]
     flat = [page for pages in english for page in pages]
     assert len(flat) == len(set(flat)) > 30
+
+
+def test_each_language_has_a_menu_of_its_own() -> None:
+    config = SimpleNamespace(mdx_configs={})
+    english, chinese = by_language(on_config(config).nav)
+    pages = [page for part in english for page in next(iter(part.values()))]
+    assert "index.md" in pages and not [page for page in pages if page.startswith("zh/")]
+    pages = [page for part in chinese for page in next(iter(part.values()))]
+    assert "zh/home.md" in pages and not [page for page in pages if page.startswith("en/")]
+    both = {page for page in pages if not page.startswith("zh/")}  # links of the Chinese menu
+    assert {"flags.md", "changelog.md"} <= both <= set(labels("zh"))
+    assert labels("zh")["flags.md"] == "参数"
+
+
+def test_a_menu_of_another_language_is_a_problem(tmp_path: Path) -> None:
+    (tmp_path / "zh").mkdir()
+    item = '<a href="#" class="md-tabs__link">\n {}\n</a>'
+    (tmp_path / "a.html").write_text(item.format("Guides"))
+    (tmp_path / "zh/a.html").write_text(item.format("指南"))
+    assert problems(tmp_path) == []
+    (tmp_path / "a.html").write_text(item.format("Guides") + item.format("中文"))
+    (tmp_path / "zh/a.html").write_text(item.format("Guides"))
+    assert sorted(problems(tmp_path)) == [
+        "a.html: has the menu of another language",
+        "zh/a.html: has the menu of another language",
+    ]
+
+
+def test_llms_txt_lists_every_english_page() -> None:
+    """Its form is a title, a summary, and sections of links to Markdown (llmstxt.org)."""
+    text = llms_txt("What it is.")
+    assert text.startswith("# slime_like\n\n> What it is.\n\n")
+    links = {target.split("#")[0] for target in re.findall(r"\]\(([^)\s]+)\)", text)}
+    assert {page for part in navigation("en") for page in next(iter(part.values()))} <= links
+    assert all(link.endswith(".md") for link in links)
+    assert re.findall(r"^## (.+)$", text, re.MULTILINE)[0] == "Start here"
+
+
+def test_a_page_as_markdown_names_its_docstrings() -> None:
+    text = "[f](flags.md)\n\n### `x`\n\n::: a.b.x\n    options:\n      members: false\n\nEnd.\n"
+    assert as_markdown(text, "docs/python_api.md", "python_api.md") == (
+        "[f](flags.md)\n\n`a.b.x`: [docstring](python_api.html#a.b.x)\n\nEnd.\n"
+    )
 
 
 @pytest.mark.parametrize(
