@@ -136,6 +136,14 @@ NOT_IMPLEMENTED_GROUPS: Mapping[str, str] = {
     "this setting of evaluation": "eval-max-prompt-len eval-min-new-tokens eval-max-context-len",
     "this model setting": "padded-vocab-size seq-length decoder-seq-length no-rope-freq",
     "this optimizer setting": "reset-optimizer-states use-stateless-adam use-rollout-entropy",
+    "training runs on megatron-core, without DeepSpeed and FSDP; "
+    "--use-distributed-optimizer shards the optimizer's state": """
+        deepspeed deepspeed-config ds-config zero-stage adam-offload
+        fsdp use-fsdp fsdp-config strategy actor-strategy
+    """,
+    "torchrun starts one process per GPU: --nproc-per-node, --nnodes": """
+        n-gpus-per-node nnodes nproc-per-node
+    """,
     "Megatron-LM's own training loop": """
         train-iters train-samples lr-decay-samples lr-warmup-samples eval-iters
         data-path split tokenizer-type tokenizer-model vocab-file merge-file num-workers
@@ -147,6 +155,46 @@ NOT_IMPLEMENTED: Mapping[str, str] = {
     "--" + name.replace("_", "-"): reason
     for reason, names in NOT_IMPLEMENTED_GROUPS.items()
     for name in names.split()
+}
+# Last words of a setting in verl, TRL or OpenRLHF -> our flag, for "did you mean". Only those
+# whose value means the same here.
+NAMES_ELSEWHERE: Mapping[str, str] = {
+    "actor-rollout-ref-model-path": "--hf-checkpoint",
+    "model-name-or-path": "--hf-checkpoint",
+    "pretrain": "--hf-checkpoint",
+    "train-files": "--prompt-data",
+    "val-files": "--eval-prompt-data",
+    "prompt-key": "--input-key",
+    "ground-truth": "--label-key",
+    "train-batch-size": "--rollout-batch-size",
+    "max-prompt-length": "--rollout-max-prompt-len",
+    "max-response-length": "--rollout-max-response-len",
+    "max-completion-length": "--rollout-max-response-len",
+    "rollout-n": "--n-samples-per-prompt",
+    "num-generations": "--n-samples-per-prompt",
+    "ppo-micro-batch-size-per-gpu": "--micro-batch-size",
+    "use-dynamic-bsz": "--use-dynamic-batch-size",
+    "ppo-max-token-len-per-gpu": "--max-tokens-per-gpu",
+    "adv-estimator": "--advantage-estimator",
+    "lam": "--lambd",
+    "loss-mode": "--policy-loss-type",
+    "loss-agg-mode": "--loss-reduction",
+    "clip-ratio": "--eps-clip",
+    "clip-ratio-low": "--eps-clip",
+    "clip-ratio-high": "--eps-clip-high",
+    "kl-ctrl-kl-coef": "--kl-coef",
+    "entropy-coeff": "--entropy-coef",
+    "optim-lr": "--lr",
+    "learning-rate": "--lr",
+    "lr-warmup-steps": "--lr-warmup-iters",
+    "max-grad-norm": "--clip-grad",
+    "total-epochs": "--num-epoch",
+    "num-train-epochs": "--num-epoch",
+    "save-freq": "--save-interval",
+    "save-steps": "--save-interval",
+    "test-freq": "--eval-interval",
+    "default-local-dir": "--save",
+    "gradient-checkpointing": "--recompute-granularity",
 }
 _PREFIXES = {
     "--vllm-": _ENGINES,

@@ -9,7 +9,12 @@ from functools import cache, lru_cache
 
 import slime_like.losses  # noqa: F401  (fills the registries)
 from arguments import schema
-from arguments.aliases import ALIASES, ESTIMATORS_THAT_ARE_LOSSES, NOT_IMPLEMENTED
+from arguments.aliases import (
+    ALIASES,
+    ESTIMATORS_THAT_ARE_LOSSES,
+    NAMES_ELSEWHERE,
+    NOT_IMPLEMENTED,
+)
 from arguments.flags import Flag, flags_of
 from arguments.megatron import megatron_flags
 from arguments.schema.megatron import MegatronSpellings
@@ -187,7 +192,9 @@ class FlagTable:
         return FlagTable([*kept, *added])
 
     def nearest(self, name: str) -> str | None:
-        """The supported flag most similar to `name`; also considers aliases of other programs."""
+        """The supported flag most similar to `name`; also considers names in other programs."""
+        if (known := self._known_elsewhere(name)) is not None:
+            return known
         supported = {name: name for name, s in self.spellings.items() if not s.flag.rejection}
         supported |= {alias: ours for alias, ours in ALIASES.items() if ours in self.spellings}
         flags = {name.removeprefix("--"): flag for name, flag in supported.items()}
@@ -196,6 +203,32 @@ class FlagTable:
             return flags[matches[0]]
         partial = [flag for name, flag in flags.items() if _has_words(name, typed)]
         return min(partial, key=len, default=None)
+
+    def _known_elsewhere(self, name: str) -> str | None:
+        """The flag for a name in verl, TRL or OpenRLHF: by its last words, or by its last part if
+        that is a flag here."""
+        *sections, last = name.removeprefix("--").split(".")
+        last = normalise(f"--{last}")
+        words = normalise(name).removeprefix("--").split("-")
+        # one word alone says too little after others: reward_pretrain is no model to train
+        endings = [words, *(words[first:] for first in range(1, len(words) - 1))]
+        for ending in ("-".join(words) for words in endings):
+            if ending in NAMES_ELSEWHERE:
+                return NAMES_ELSEWHERE[ending]
+        if not sections:
+            return None
+        spelling = self.spellings.get(last)
+        if spelling is not None and not spelling.flag.rejection:
+            return last
+        return NAMES_ELSEWHERE.get(last.removeprefix("--"))
+
+    def owner_of(self, value: object, flag: Flag) -> str | None:
+        """The only other flag of the same group that has `value`, which `flag` has not."""
+        if not flag.choices or value in flag.choices:
+            return None
+        group = [f for f in self.flags if f.group == flag.group and not f.rejection]
+        others = [other.on[0] for other in group if value in (other.choices or ())]
+        return others[0] if len(others) == 1 else None
 
     def rejected_like(self, name: str) -> dict[str, str]:
         """Flags that are not implemented and contain the words of `name`: flag -> reason."""

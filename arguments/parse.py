@@ -38,6 +38,7 @@ from arguments.surroundings import missing_surroundings
 from arguments.teacher import build_teacher
 from arguments.values import ParsedArgs, merge
 from slime_like.config import ConfigError, Problem, flag_name
+from slime_like.distributed.signals import LAUNCHER_STATUS_FILE
 from slime_like.import_utils import load_module
 from slime_like.losses.off_policy_config import OffPolicyConfig
 from slime_like.registry import registrations
@@ -46,6 +47,10 @@ CONFIG_EXIT_STATUS = 2
 IMPORT_FLAG = "--import-modules"
 # Rank 0 prints. If another rank exited first, torchrun would kill rank 0 before it has printed.
 _WAIT_FOR_RANK_0_S = 5.0
+_BY_TORCHRUN = (
+    "What torchrun prints below says no more; python -m slime_like.torchrun, with the same words, "
+    "leaves it out."
+)
 _ANSWERED = frozenset(["--help", "-h", "--version"])  # without a run
 
 
@@ -168,6 +173,8 @@ def _refuse(message: str, rank: int) -> NoReturn:
     """Exit with the status of a wrong command line, after rank 0 has said why, once for all."""
     if rank == 0:
         print(message, file=sys.stderr, flush=True)
+        if "TORCHELASTIC_RUN_ID" in os.environ and LAUNCHER_STATUS_FILE not in os.environ:
+            print(_BY_TORCHRUN, file=sys.stderr, flush=True)
     else:
         time.sleep(_WAIT_FOR_RANK_0_S)
     raise SystemExit(CONFIG_EXIT_STATUS)

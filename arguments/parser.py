@@ -102,7 +102,13 @@ class LauncherParser(argparse.ArgumentParser):
         self._strict = True
         self._namespace, extras = self._parse(argv, argparse.Namespace())
         for word in extras:
-            self.parsed.add_problem(word, None, "is not a flag; values follow their flag")
+            pair = _HYDRA.fullmatch(word)
+            if pair is None:
+                self.parsed.add_problem(word, None, "is not a flag; values follow their flag")
+            else:
+                self.parsed.add_problem(
+                    pair[1], pair[2], f"unknown key; {self.table.hint(pair[1])}"
+                )
         self.parsed.check_turned_off()
         return self.parsed
 
@@ -273,7 +279,10 @@ class LauncherParser(argparse.ArgumentParser):
         try:
             result = values.convert(flag, value)
         except ValueError as error:
-            parsed.add_problem(typed, value, str(error), flag.dest)
+            message = str(error)
+            if (owner := self.table.owner_of(value, flag)) is not None:
+                message = message.replace("unknown value", f"is a value of {owner}", 1)
+            parsed.add_problem(typed, value, message, flag.dest)
         else:
             if flag.dest in APPENDED:
                 assert isinstance(result, list)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -53,16 +54,17 @@ def read_run_file(path: str, parser: LauncherParser) -> ParsedArgs:
     return parsed
 
 
-def section_names(table: FlagTable) -> set[str]:
-    """Names that a section may have: titles of docs/flags.md, our group names, earlier ones,
-    and those of other programs.
+def section_names(table: FlagTable) -> dict[str, str]:
+    """Names that a section may have, by `section_key`: titles of docs/flags.md, our group names,
+    earlier ones, and those of other programs.
 
     A title may be written in full (``policy loss: sapo``) or without its part in parentheses
     (``optimizer`` for ``optimizer (megatron-core)``), in any case and with any separators.
     """
     titles = {flag.group for flag in table.flags if not flag.rejection} | set(GROUPS)
     titles |= {title.split(" (")[0] for title in titles}
-    return {section_key(title) for title in (*titles, *SKYRL_SECTIONS, *EARLIER_SECTIONS)}
+    names = sorted((*titles, *SKYRL_SECTIONS, *EARLIER_SECTIONS))
+    return {section_key(title): title for title in names}
 
 
 def section_key(title: str) -> str:
@@ -86,10 +88,25 @@ def read_section(
         content = {} if value is None and is_section else value
         is_flag = parser.is_flag_name(name) and not _is_section_too(name, parser)
         if isinstance(content, dict) and not is_flag:
+            near = None if is_section else _section_like(name, parser.table)
+            if near is not None:
+                parsed.add_problem(f"{path}{key}", None, f"unknown section; did you mean {near}?")
+                continue
             read_section(content, "" if is_section else name, f"{path}{key}.", parser, parsed)
         else:
             line = key.line if isinstance(key, Key) else None
             parser.set_key(name, plain(value), parsed, line, path=f"{path}{key}")
+
+
+def _section_like(name: str, table: FlagTable) -> str | None:
+    """The section that a key with a mapping may mean; None if it is a prefix of flags, or like no
+    section."""
+    prefix = f"{normalise(name)}-"
+    if any(spelling.startswith(prefix) for spelling in table.spellings):
+        return None
+    sections = section_names(table)
+    found = difflib.get_close_matches(section_key(name), sections, n=1, cutoff=0.75)
+    return sections[found[0]] if found else None
 
 
 def _is_section_too(name: str, parser: LauncherParser) -> bool:

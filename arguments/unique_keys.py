@@ -7,6 +7,10 @@ import json
 from collections.abc import Hashable
 
 import yaml
+from yaml.constructor import ConstructorError
+from yaml.reader import ReaderError
+
+MOST_SHOWN = 80  # characters of a line, in a message
 
 
 class Key(str):
@@ -16,6 +20,12 @@ class Key(str):
 
 
 class _Loader(yaml.SafeLoader):
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> object:
+        try:
+            return super().construct_object(node, deep)
+        except ValueError as error:  # a date or number that cannot be
+            raise ConstructorError(None, None, str(error), node.start_mark) from error
+
     def construct_mapping(
         self, node: yaml.MappingNode, deep: bool = False
     ) -> dict[Hashable, object]:
@@ -52,10 +62,40 @@ def load_yaml(text: str, *, with_lines: bool = False) -> object:
         with_lines: Return string keys as `Key`.
 
     Raises:
-        yaml.YAMLError: A key is duplicated; names both lines.
+        yaml.YAMLError: The text is no YAML, or a key is duplicated; names the lines.
     """
-    content = yaml.load(text, _Loader)
+    try:
+        content = yaml.load(text, _Loader)
+    except (yaml.MarkedYAMLError, ReaderError) as error:
+        raise yaml.YAMLError(_with_place(error, text)) from error
+    except RecursionError:
+        raise yaml.YAMLError("it is nested too deeply") from None
     return content if with_lines else plain(content)
+
+
+def _with_place(error: yaml.MarkedYAMLError | ReaderError, text: str) -> str:
+    """The line, what is wrong there, and its text."""
+    context = ""
+    if isinstance(error, ReaderError):
+        index, problem = error.position, f"the character {error.character!r} is not allowed"
+        if isinstance(error.character, int):
+            problem = f"the character U+{error.character:04X} is not allowed"
+    else:
+        mark = error.problem_mark or error.context_mark
+        problem = str(error.problem or error.context)
+        if mark is None:
+            return problem
+        index = mark.index
+        if error.problem and error.context:
+            context = f" ({error.context}"
+            if error.context_mark is not None and error.context_mark.line != mark.line:
+                context += f" that starts in line {error.context_mark.line + 1}"
+            context += ")"
+    start = text.rfind("\n", 0, index) + 1
+    line = text[start:].split("\n", 1)[0].strip()[:MOST_SHOWN]
+    number = text.count("\n", 0, index) + 1
+    place = f"line {number}, column {index - start + 1}"
+    return f"{place}: {problem}{context}" + (f", at {line!r}" if line else "")
 
 
 def plain(value: object) -> object:

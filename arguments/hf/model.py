@@ -27,6 +27,7 @@ from arguments.hf.config_keys import (
     UNSUPPORTED,
     WITHOUT_EFFECT,
 )
+from arguments.hf.hub import download_hint
 from arguments.hf.quantization import read_quantization
 from arguments.hf.rope import Rope, read_rope
 from arguments.hf.windows import read_windows
@@ -132,7 +133,7 @@ def _read_config(folder: str) -> dict[str, Any]:
     path = Path(folder) / "config.json"
     if not path.is_file():
         what = "no config.json in this folder" if Path(folder).is_dir() else "no such folder"
-        message = f"{what}; must be a local folder with a Hugging Face model"
+        message = f"{what}; must be a local folder with a Hugging Face model{download_hint(folder)}"
         raise ConfigError([Problem("--hf-checkpoint", folder, message)])
     try:
         config = read_json(path)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+from arguments.hf.hub import download_hint
 from arguments.rules.base import TASK_PREFIX, Rule, Settings, import_problem, problem, reject
 from arguments.rules.declared import has_critic
 from arguments.rules.files import NO_MODEL, has_model
@@ -358,7 +359,7 @@ def check_critic_load(s: Settings) -> list[Problem]:
     if path is None or not has_critic(s):
         return []
     if not Path(path).is_dir():
-        return problem("critic_load", path, "no such folder")
+        return problem("critic_load", path, f"no such folder{download_hint(path)}")
     return [] if has_model(path) else problem("critic_load", path, NO_MODEL)
 
 

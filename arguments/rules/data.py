@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from arguments.eval_sets import EvalSet
+from arguments.hf.hub import download_hint
 from arguments.rules.base import TASK_PREFIX, Rule, Settings, problem
 from arguments.rules.distillation import SLIME_REWARD
 from arguments.rules.rows import file_of, first_keys
@@ -75,7 +76,7 @@ def missing_data(name: str, spec: str) -> list[Problem]:
         return []
     if path.is_dir():
         return problem(name, spec, "is a folder; must be a .jsonl or .parquet file")
-    return problem(name, spec, "no such file")
+    return problem(name, spec, f"no such file{download_hint(spec, 'dataset')}")
 
 
 # zero ignores the response; the others compare it with the row's metadata

@@ -6,6 +6,7 @@ import dataclasses
 import importlib.util
 import re
 
+from arguments.hf.hub import download_hint
 from arguments.hf.model import HfModel, read_hf_model
 from arguments.rules.base import Rule, Settings, problem
 from arguments.rules.files import NO_MODEL, has_model
@@ -108,7 +109,7 @@ def check_teacher_model(s: Settings) -> list[Problem]:
     if is_checkpoint_root(folder):
         return []  # has the policy's shape, to which the rules of the policy apply
     if not has_model(folder):
-        return problem("opd_teacher_load", folder, NO_MODEL)
+        return problem("opd_teacher_load", folder, f"{NO_MODEL}{download_hint(folder)}")
     try:
         teacher = read_hf_model(folder)
     except ConfigError as error:

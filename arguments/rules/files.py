@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
+from arguments.hf.hub import download_hint
 from arguments.rules.base import Rule, Settings, problem
 from slime_like.checkpoints.folders import complete_steps, is_checkpoint_root
 from slime_like.config import Problem
@@ -26,7 +28,7 @@ def check_input_folders(s: Settings) -> list[Problem]:
         path = getattr(config, name)
         first_of_several_runs = name == "load" and path == s.checkpoint.save
         if path is not None and not Path(path).is_dir() and not first_of_several_runs:
-            problems += problem(name, path, "no such folder")
+            problems += problem(name, path, f"no such folder{download_hint(path)}")
     ref = s.model.ref_load
     if ref is not None and Path(ref).is_dir() and not has_model(ref):
         problems += problem("ref_load", ref, NO_MODEL)
@@ -92,9 +94,13 @@ def check_output_folders(s: Settings) -> list[Problem]:
     for config, name in (
         (s.checkpoint, "save"),
         (s.checkpoint, "save_hf"),
+        (s.checkpoint, "checkpoint_replica_dir"),
         (s.lora, "lora_save_path"),
         (s.logging, "output_dir"),
         (s.logging, "tensorboard_dir"),
+        (s.logging, "wandb_dir"),
+        (s.profiling, "memory_snapshot_dir"),
+        (s.sglang, "update_weight_disk_dir"),
     ):
         path = getattr(config, name)
         if path is None:
@@ -106,7 +112,20 @@ def check_output_folders(s: Settings) -> list[Problem]:
             problems += problem(name, path, f"cannot be created: {existing} is a file")
         elif not os.access(existing, os.W_OK | os.X_OK):
             problems += problem(name, path, f"{existing} is not writable; name another folder")
+        elif (reason := _refuses_folders(existing)) is not None:
+            message = f"{existing} takes no folders ({reason}); name another one"
+            problems += problem(name, path, message)
     return problems
+
+
+def _refuses_folders(existing: Path) -> str | None:
+    """Why no folder can be made in `existing`, e.g. in /proc or on a full disk: permissions do not
+    tell it."""
+    try:
+        os.rmdir(tempfile.mkdtemp(prefix=".slime_like-", dir=existing))
+    except OSError as error:
+        return str(error.strerror)
+    return None
 
 
 def nearest_existing(path: Path) -> Path:
@@ -147,7 +166,13 @@ def check_debug_files(s: Settings) -> list[Problem]:
 
 def check_debug_path(s: Settings) -> list[Problem]:
     path = s.debug.save_debug_rollout_data
-    if path is None or "{rollout_id}" in path or s.rollout.num_rollout == 1:
+    if path is None:
+        return []
+    existing = nearest_existing(Path(path).parent)
+    if existing.is_dir() and (reason := _refuses_folders(existing)) is not None:
+        message = f"{existing} takes no files ({reason}); name another folder"
+        return problem("save_debug_rollout_data", path, message)
+    if "{rollout_id}" in path or s.rollout.num_rollout == 1:
         return []
     message = "must contain {rollout_id}: each rollout would overwrite the previous one"
     return problem("save_debug_rollout_data", path, message)

@@ -162,7 +162,9 @@ def warn_singleton_groups(s: Settings) -> str | None:
         return None
     return (
         "--n-samples-per-prompt 1 with --singleton-advantage zero: every advantage is 0, "
-        "there is nothing to learn from"
+        "there is nothing to learn from; raise --n-samples-per-prompt, or take "
+        "--singleton-advantage reward or an estimator that compares no samples "
+        "(reinforce_plus_plus, ppo)"
     )
 
 

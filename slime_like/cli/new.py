@@ -16,6 +16,8 @@ import string
 import sys
 from pathlib import Path
 
+from arguments.hf.hub import download_hint
+
 TEMPLATES = Path(__file__).parent / "recipe"
 LETTERS = string.ascii_lowercase[:8]
 TIMES = 2  # repetitions of the letter
@@ -46,6 +48,7 @@ def write_recipe(folder: Path, hf_checkpoint: str | None) -> None:
     if hf_checkpoint is not None and not Path(hf_checkpoint).is_dir():
         raise ValueError(
             f"--hf-checkpoint {hf_checkpoint}: no such folder; give that of a downloaded model"
+            f"{download_hint(hf_checkpoint)}"
         )
     folder.mkdir(parents=True, exist_ok=True)
     if hf_checkpoint is None:

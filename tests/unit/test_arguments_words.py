@@ -262,7 +262,7 @@ offload: false
     ("text", "said"),
     [
         ("polcy_loss_type: sapo", "did you mean --policy-loss-type?"),
-        ("algoritm: {kl_coef: 0}", "--algoritm.kl_coef: unknown flag"),
+        ("algoritm: {kl_coef: 0}", "algoritm: unknown section; did you mean algorithm?"),
         ("lr: [1, 2]", "must be a number"),
         ("lr: true", "must be a number"),
         ("num_rollout: 2.5", "must be an integer"),
@@ -343,7 +343,7 @@ def test_a_switch_in_a_run_file_is_what_it_reads(tmp_path: Path, value: str) -> 
 @pytest.mark.parametrize(
     ("typed", "said"),
     [
-        ("--fsdp", "Megatron-FSDP"),
+        ("--megatron-fsdp", "Megatron-FSDP"),
         ("--pytorch-profiler", "--use-pytorch-profiler"),
         ("--bogus", "see --help"),
     ],
