@@ -33,6 +33,7 @@ PAIRS = [
 # Flags of other programs that the documents and scripts call
 FOREIGN = {
     "pip": "--constraint --no-build-isolation --editable --quiet --upgrade --no-deps --requirement",
+    "sky": "--env",
     "hf": "--local-dir --repo-type",
     "torchrun": "--no-python --nproc-per-node --nnodes --node-rank --master-addr --master-port --standalone"
     " --max-restarts --rdzv-backend --rdzv-endpoint",
