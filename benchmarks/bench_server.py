@@ -318,12 +318,12 @@ def http_call(client: HttpClient, message: Any) -> Any:
 
 def command_of(message: Any) -> dict[str, Any]:
     """The command that workers get for a request, without the model."""
-    from slime_like.tinker.data import Limits, check_forward_backward
+    from slime_like.tinker.data import DataLimits, check_forward_backward
 
     message.model_id = "m"
     message.seq_id = 1
     return check_forward_backward(
-        message, role="policy", limits=Limits(10_000, 10_000, 10**9)
+        message, role="policy", limits=DataLimits(10_000, 10_000, 10**9)
     ).command()
 
 

@@ -30,7 +30,7 @@ megatron_patches.apply()
 from megatron.core.parallel_state import RankGenerator  # noqa: E402
 
 from slime_like.megatron.parallel_layout import MegatronState, ParallelLayout  # noqa: E402
-from slime_like.preflight.live_bytes import Traffic  # noqa: E402
+from slime_like.preflight.live_bytes import MemoryTraffic  # noqa: E402
 
 T = TypeVar("T")
 Posted = dict[int, Any]  # tensors, by rank within the group
@@ -156,7 +156,7 @@ class SimulatedGroup(dist.ProcessGroup):
     def __init__(self, world: SimulatedWorld, name: str, ranks: Sequence[int], rank: int) -> None:
         super().__init__(ranks.index(rank), len(ranks))  # type: ignore[call-arg]
         self.ranks = tuple(ranks)
-        self.traffic: dict[str, Traffic] = {}
+        self.traffic: dict[str, MemoryTraffic] = {}
         self.sent = self.received = 0
         self.label = name
         self._world = world
@@ -256,7 +256,7 @@ class SimulatedGroup(dist.ProcessGroup):
 
     def _count(self, kind: str, size: int, sent: int, received: int) -> None:
         if self.size() > 1:
-            traffic = self.traffic.setdefault(kind, Traffic())
+            traffic = self.traffic.setdefault(kind, MemoryTraffic())
             traffic.calls += 1
             traffic.bytes += size
             self.sent += sent

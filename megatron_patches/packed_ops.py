@@ -55,7 +55,7 @@ def can_fuse_norm(x: Tensor, weight: Tensor, eps: float | None) -> bool:
     return eps is not None and x.dtype in (torch.float32, torch.float64) and weight.dtype is x.dtype
 
 
-class RMSNorm(torch.nn.RMSNorm):
+class PackedRMSNorm(torch.nn.RMSNorm):
     """torch's RMSNorm, with `FusedRMSNorm` on a CPU."""
 
     def forward(self, x: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megatron_patches.packed_ops import RMSNorm
+from megatron_patches.packed_ops import PackedRMSNorm
 from megatron_patches.patch import ALWAYS, Patch, find
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ TARGET = "transformer.torch_norm:WrappedTorchNorm.__new__"
 
 NORMS: dict[str, type[torch.nn.Module]] = {
     "LayerNorm": torch.nn.LayerNorm,
-    "RMSNorm": RMSNorm,
+    "RMSNorm": PackedRMSNorm,
 }
 
 

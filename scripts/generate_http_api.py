@@ -22,8 +22,8 @@ from slime_like.agents.tasks import TaskQueue
 from slime_like.origin_check import OriginCheck
 from slime_like.tinker.app import make_app as make_server
 from slime_like.tinker.base_model import BaseModel
-from slime_like.tinker.data import Limits
-from slime_like.tinker.model_registry import Registry
+from slime_like.tinker.data import DataLimits
+from slime_like.tinker.model_registry import ModelRegistry
 from slime_like.tinker.operations import ServerOperations
 from slime_like.tinker.request_queue import Dispatcher
 from slime_like.tinker.service import Service, make_folders
@@ -72,13 +72,13 @@ def server() -> FastAPI:
         make_folders(Path(name))
         journal = Journal(":memory:")
         config = ServerConfig()
-        registry = Registry(journal)
+        registry = ModelRegistry(journal)
         operations = ServerOperations(
             registry, nobody, folder=Path(name), base="/m", max_snapshots=1
         )
         dispatcher = Dispatcher(journal, operations, max_waiting=1, gap_s=1.0, batch=1)
         base = BaseModel("/m", "m", "Arch", True)
-        limits = Limits(100, 32, 4096)
+        limits = DataLimits(100, 32, 4096)
         return make_server(Service(config, base, limits, registry, dispatcher, operations))
 
 

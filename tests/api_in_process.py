@@ -16,9 +16,9 @@ from slime_like.origin_check import OriginCheck
 from slime_like.tinker.access import KeyRing
 from slime_like.tinker.app import make_app
 from slime_like.tinker.base_model import BaseModel
-from slime_like.tinker.data import Limits
+from slime_like.tinker.data import DataLimits
 from slime_like.tinker.middleware import Gate
-from slime_like.tinker.model_registry import Registry
+from slime_like.tinker.model_registry import ModelRegistry
 from slime_like.tinker.operations import ServerOperations
 from slime_like.tinker.request_queue import Dispatcher
 from slime_like.tinker.service import Service, make_folders
@@ -55,10 +55,10 @@ class Api:
         self.loop = asyncio.new_event_loop()
         make_folders(folder)
         journal, config = Journal(":memory:"), ServerConfig(future_hold_s=5.0, seq_gap_s=1.0)
-        registry = Registry(journal)
+        registry = ModelRegistry(journal)
         operations = ServerOperations(registry, workers, folder=folder, base="/m", max_snapshots=4)
         self.dispatcher = Dispatcher(journal, operations, max_waiting=4096, gap_s=1.0, batch=4)
-        base, limits = BaseModel("/m", "m", "Arch", True), Limits(100, 32, 4096)
+        base, limits = BaseModel("/m", "m", "Arch", True), DataLimits(100, 32, 4096)
         service = Service(config, base, limits, registry, self.dispatcher, operations)
         self.faults: list[str] = []
         gate = Gate(

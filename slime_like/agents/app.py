@@ -54,7 +54,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
-class Refused(Exception):
+class RefusedRequest(Exception):
     """A request rejected before it reaches the session. status: HTTP status."""
 
     def __init__(self, status: int, message: str) -> None:
@@ -122,7 +122,7 @@ class _Router:
 
         async def claim(request: Request) -> Response:
             if not tasks.is_worker_key(api_key_of(request)):
-                raise Refused(401, "the key is no worker's")
+                raise RefusedRequest(401, "the key is no worker's")
             wait = (await self._body(request)).get("wait_s", 0)
             if isinstance(wait, bool) or not isinstance(wait, int | float) or not wait >= 0:
                 raise BadRequest(f"wait_s must be a number of at least 0 (given: {wait!r:.60})")
@@ -157,7 +157,7 @@ class _Router:
             try:
                 self._check_origin(request)
                 return await inner(request)
-            except Refused as error:
+            except RefusedRequest as error:
                 kind = "authentication_error" if error.status == 401 else "invalid_request_error"
                 return error_response(request, error.status, kind, str(error))
             except tuple(_STATUS) as error:
@@ -178,7 +178,7 @@ class _Router:
         try:
             self._check_origin(request)
             self._session(request)
-        except Refused as error:
+        except RefusedRequest as error:
             return error_response(request, error.status, "authentication_error", str(error))
         data = [{"id": MODEL, "object": "model", "created": 0, "owned_by": "slime_like"}]
         return json_response({"object": "list", "data": data})
@@ -186,12 +186,12 @@ class _Router:
     def _check_origin(self, request: Request) -> None:
         """Raise Refused for the request of a web page."""
         if (reason := self._origin_check.refusal(dict(request.scope["headers"]))) is not None:
-            raise Refused(403, reason)
+            raise RefusedRequest(403, reason)
 
     def _session(self, request: Request) -> Session:
         session = self._sessions.get(api_key_of(request))
         if session is None:
-            raise Refused(401, "the key is missing, or of no episode that is under way")
+            raise RefusedRequest(401, "the key is missing, or of no episode that is under way")
         return session
 
     async def _body(self, request: Request) -> Body:
@@ -203,9 +203,9 @@ class _Router:
                     parts.append(part)
                     size += len(part)
                     if size > self._max_body:
-                        raise Refused(413, f"the body is larger than {self._max_body} bytes")
+                        raise RefusedRequest(413, f"the body is larger than {self._max_body} bytes")
         except TimeoutError:
-            raise Refused(408, f"the body did not come within {BODY_S:g} s") from None
+            raise RefusedRequest(408, f"the body did not come within {BODY_S:g} s") from None
         try:
             value = json.loads(b"".join(parts))
         except (ValueError, RecursionError):

@@ -15,7 +15,7 @@ from slime_like.agents.answer_parsers import parse_answer
 from slime_like.agents.messages import BadRequest, ContextExceeded, canonical
 from slime_like.agents.templates import ChatTemplate
 from slime_like.agents.tool_calls import NO_TOOLS, Parsed
-from slime_like.agents.tree import NextPrompt, SessionTree, Turn
+from slime_like.agents.tree import NextPrompt, SessionTree, TreeTurn
 from slime_like.data.messages import ASSISTANT, Message, tool_call
 from slime_like.engines.base import GenerateOutput, GenerateRequest, SamplingParams
 from slime_like.rewards.limit import beyond_limit
@@ -129,7 +129,7 @@ class Session:
         self._pending = self._requests = 0
         self._running: set[asyncio.Task[object]] = set()
         self._request_counts: Counter[bytes] = Counter()
-        self._main: Turn | None = None  # the turn that the main conversation continues
+        self._main: TreeTurn | None = None  # the turn that the main conversation continues
         self._started = False
 
     async def answer(self, request: ParsedRequest) -> list[Choice]:

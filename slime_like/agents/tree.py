@@ -35,14 +35,14 @@ class NextPrompt:
     messages among the new ones that the model did not generate in this form. rewritten: the tokens
     of a matching turn could not be kept, because the chat template renders it differently."""
 
-    parent: Turn | None
+    parent: TreeTurn | None
     tokens: tuple[int, ...]
     foreign: int = 0
     rewritten: bool = False
 
 
 @dataclass(eq=False, slots=True)
-class Turn:
+class TreeTurn:
     """A completion. It holds what its parent does not, so that the memory of a session grows with
     its length, and not with the square of it.
 
@@ -55,7 +55,7 @@ class Turn:
     observations that precede its children.
     """
 
-    parent: Turn | None
+    parent: TreeTurn | None
     rest: tuple[int, ...]
     tokens: tuple[int, ...]
     log_probs: tuple[float, ...]
@@ -89,14 +89,14 @@ class Turn:
         return (*self.prompt, *self.tokens)
 
     @property
-    def root(self) -> Turn:
+    def root(self) -> TreeTurn:
         turn = self
         while turn.parent is not None:
             turn = turn.parent
         return turn
 
     @property
-    def path(self) -> list[Turn]:
+    def path(self) -> list[TreeTurn]:
         """The turns from the root to this one."""
         parts = [self]
         while parts[-1].parent is not None:
@@ -128,9 +128,9 @@ class SessionTree:
     of completed requests."""
 
     template: ChatTemplate
-    turns: list[Turn] = field(default_factory=list)
+    turns: list[TreeTurn] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
-    _by_history: dict[bytes, Turn] = field(default_factory=dict)
+    _by_history: dict[bytes, TreeTurn] = field(default_factory=dict)
 
     def next_prompt(self, messages: Sequence[Message], tools: object) -> NextPrompt:
         """Build the prompt of a request, without changing the tree.
@@ -170,7 +170,7 @@ class SessionTree:
         tools: object,
         answer: Message,
         output: GenerateOutput,
-    ) -> Turn:
+    ) -> TreeTurn:
         """Add a completed turn. Among equal conversations, later requests continue the newest."""
         routed_experts = output.routed_experts
         if routed_experts is not None and (before := prompt.parent) is not None:
@@ -188,7 +188,7 @@ class SessionTree:
         if parent is not None:
             rest = rest[len(parent.all_tokens) :]
             new_messages = new_messages[len(parent.messages) + 1 :]
-        turn = Turn(
+        turn = TreeTurn(
             parent, rest, output.tokens, output.log_probs, output.weight_versions,
             output.finish_reason == "length", output.sampling_mask, routed_experts, new_messages,
             answer, len(self.turns),
@@ -230,7 +230,7 @@ class SessionTree:
         return parts
 
 
-def _branch(trained_turns: Sequence[Turn], leaf: Turn, observations: bool) -> Branch:
+def _branch(trained_turns: Sequence[TreeTurn], leaf: TreeTurn, observations: bool) -> Branch:
     """The tokens up to the end of `leaf`, where only those of `trained_turns` are trained on."""
     tokens = leaf.all_tokens
     start = len(trained_turns[0].prompt) - (trained_turns[0].observed if observations else 0)
@@ -262,7 +262,7 @@ def _branch(trained_turns: Sequence[Turn], leaf: Turn, observations: bool) -> Br
     )
 
 
-def _routed_experts(leaf: Turn) -> Tensor | None:
+def _routed_experts(leaf: TreeTurn) -> Tensor | None:
     """Routed experts [tokens, layers, topk] up to the end of `leaf`."""
     if leaf.routed_experts is None:
         return None

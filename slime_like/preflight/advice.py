@@ -8,13 +8,13 @@ from itertools import islice
 from arguments.parse import parse_args
 from arguments.run_config import RunConfig
 from slime_like.config import ConfigError
-from slime_like.preflight.batches import Batches
+from slime_like.preflight.batches import PlannedBatches
 from slime_like.preflight.memory import RankReport, server_fraction
 
 STATE = ("weights", "gradients", "optimizer: fp32 parameters", "optimizer: moments", "critic")
 
 
-def flags_that_help(run: RunConfig, rank: RankReport, batches: Batches) -> list[str]:
+def flags_that_help(run: RunConfig, rank: RankReport, batches: PlannedBatches) -> list[str]:
     """Three suggestions: up to two for the largest component of memory, and one for the next."""
     parallel = run.parallel
     transformer = run.megatron.transformer

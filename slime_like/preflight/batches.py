@@ -30,7 +30,7 @@ LENGTHS = "--preflight-lengths"
 
 
 @dataclass(frozen=True, slots=True)
-class Batches:
+class PlannedBatches:
     """Micro-batches of one optimizer step. longest, mean: tokens of a sample. samples: number in
     the step. number: micro-batches on every data-parallel rank. tokens: capacity of the largest
     micro-batch, over all context-parallel ranks. used: filled share of the token budget, of
@@ -49,7 +49,7 @@ class Batches:
     prompts: str
 
 
-def batches_of(run: RunConfig) -> Batches:
+def batches_of(run: RunConfig) -> PlannedBatches:
     """Compute the micro-batches. Raises ConfigError for an invalid length distribution."""
     samples = run.algorithm.global_batch_size or 1
     lengths, source = sample_lengths(run, samples)
@@ -76,7 +76,7 @@ def batches_of(run: RunConfig) -> Batches:
             number += -number % run.parallel.pipeline_model_parallel_size
         used = float(lengths.sum() / (dp * number * size.tokens))
         tokens = max(size.tokens, size.together * longest)
-    return Batches(
+    return PlannedBatches(
         longest=longest,
         mean=float(lengths.mean()),
         samples=samples,

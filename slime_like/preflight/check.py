@@ -8,7 +8,7 @@ import time
 from arguments.hf.moe import moe_layers
 from arguments.run_config import RunConfig
 from slime_like.preflight.advice import flags_that_help
-from slime_like.preflight.batches import Batches, batches_of, prompt_lengths, sample_lengths
+from slime_like.preflight.batches import PlannedBatches, batches_of, prompt_lengths, sample_lengths
 from slime_like.preflight.communication import bubble, collectives_of_step, planes
 from slime_like.preflight.flops import forward_flops, step_flops
 from slime_like.preflight.memory import report_rank
@@ -41,7 +41,7 @@ def check(run: RunConfig, ranks: list[int] | None = None) -> Preflight:
     )
 
 
-def _flops(run: RunConfig, batches: Batches) -> float:
+def _flops(run: RunConfig, batches: PlannedBatches) -> float:
     lengths, _ = sample_lengths(run, batches.samples)
     prompts = 0 if run.learns_conversations else float(prompt_lengths(run)[0].mean())
     responses = float(lengths.sum()) - prompts * batches.samples

@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass
 
 from arguments.run_config import RunConfig
-from slime_like.preflight.batches import Batches
+from slime_like.preflight.batches import PlannedBatches
 from slime_like.preflight.memory import RankReport
-from slime_like.preflight.shape import Shape
+from slime_like.preflight.shape import ModelShape
 
 INDEX_BYTES = 200  # per sample, on all ranks: ids, lengths, reward, status, versions
 # per token: id (int64), mask, log-probs of engine and trainer, advantage, weight (fp32)
@@ -33,7 +33,9 @@ class Collective:
     bytes: int
 
 
-def collectives_of_step(run: RunConfig, rank: RankReport, batches: Batches) -> list[Collective]:
+def collectives_of_step(
+    run: RunConfig, rank: RankReport, batches: PlannedBatches
+) -> list[Collective]:
     """Collectives of an optimizer step. Tensor-, expert- and context-parallel ones are observed in
     a micro-batch, data-parallel ones follow from the sizes of megatron-core's buffers, pipeline
     ones from the size of the activations between stages."""
@@ -70,7 +72,7 @@ def collectives_of_step(run: RunConfig, rank: RankReport, batches: Batches) -> l
     return collectives
 
 
-def bubble(run: RunConfig, batches: Batches) -> float:
+def bubble(run: RunConfig, batches: PlannedBatches) -> float:
     """Pipeline bubble, the idle share of a step: (P - 1) / (V M + P - 1) (arXiv 2104.04473,
     2.2)."""
     stages = run.parallel.pipeline_model_parallel_size
@@ -92,7 +94,7 @@ class Planes:
     checkpoint: int
 
 
-def planes(run: RunConfig, shape: Shape, batches: Batches) -> Planes:
+def planes(run: RunConfig, shape: ModelShape, batches: PlannedBatches) -> Planes:
     """Data volumes of the whole job."""
     number = batches.samples * batches.steps
     per_token = TOKEN_BYTES

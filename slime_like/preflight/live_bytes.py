@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_iter
 
 
 @dataclass(slots=True)
-class Traffic:
+class MemoryTraffic:
     """One kind of collective in one group. calls: their number. bytes: the larger of a rank's input
     and output, summed over calls."""
 
@@ -34,7 +34,7 @@ class LiveBytes(TorchDispatchMode):
         per token, since a router on the meta device cannot choose."""
         super().__init__()
         self.now = self.peak = 0
-        self.traffic: dict[tuple[str, str], Traffic] = defaultdict(Traffic)
+        self.traffic: dict[tuple[str, str], MemoryTraffic] = defaultdict(MemoryTraffic)
         self._groups = groups or {}
         self._tracked: set[int] = set()
         self._topk = topk

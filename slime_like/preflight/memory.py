@@ -17,7 +17,7 @@ from slime_like.megatron.ops.fused_linear_logprob import (
     MIN_COLUMNS,
 )
 from slime_like.megatron.parallel_layout import ParallelLayout
-from slime_like.preflight.batches import Batches
+from slime_like.preflight.batches import PlannedBatches
 from slime_like.preflight.fake_world import world_as_rank
 from slime_like.preflight.one_rank import (
     OneRank,
@@ -75,7 +75,7 @@ class RankReport:
         return max(terms, key=lambda name: terms[name])
 
 
-def report_rank(run: RunConfig, rank: int, batches: Batches) -> RankReport:
+def report_rank(run: RunConfig, rank: int, batches: PlannedBatches) -> RankReport:
     """Build the networks of one rank and measure them. Requires that no process group exists."""
     gpu = run.preflight.preflight_machine == "gpu"
     frozen_base = bool(run.lora.lora_rank)

@@ -23,7 +23,7 @@ from slime_like.megatron.model.delta_net import GatedDeltaNet
 from slime_like.megatron.ops.attention import PackedAttention, PackedRows, packed_rows
 from slime_like.megatron.ops.delta_rule import DeltaRows, delta_rows
 from slime_like.megatron.parallel_layout import ParallelLayout
-from slime_like.preflight.live_bytes import LiveBytes, Traffic, group_key
+from slime_like.preflight.live_bytes import LiveBytes, MemoryTraffic, group_key
 from slime_like.preflight.one_rank import OneRank
 
 
@@ -36,14 +36,16 @@ class Passes:
     tokens: int
     kept: int
     peak: int
-    traffic: Mapping[tuple[str, str], Traffic]
+    traffic: Mapping[tuple[str, str], MemoryTraffic]
 
     def extrapolate(self, larger: Passes, smaller: Passes, times: float) -> Passes:
         """Add `times` the difference of two others, which must have the same working set."""
         traffic = {}
         for key in {*self.traffic, *larger.traffic}:
-            a, b, c = (passes.traffic.get(key, Traffic()) for passes in (self, larger, smaller))
-            traffic[key] = Traffic(
+            a, b, c = (
+                passes.traffic.get(key, MemoryTraffic()) for passes in (self, larger, smaller)
+            )
+            traffic[key] = MemoryTraffic(
                 round(a.calls + times * (b.calls - c.calls)),
                 round(a.bytes + times * (b.bytes - c.bytes)),
             )

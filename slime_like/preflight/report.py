@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 from arguments.run_config import RunConfig
-from slime_like.preflight.batches import Batches
+from slime_like.preflight.batches import PlannedBatches
 from slime_like.preflight.communication import Collective, Planes
 from slime_like.preflight.flops import PEAK_TFLOPS, TERA
 from slime_like.preflight.memory import TRAINING, RankReport
-from slime_like.preflight.shape import Shape
+from slime_like.preflight.shape import ModelShape
 
 GB = 10**9
 REACHED = 0.4  # share of peak FLOP/s that a well-configured training step reaches
@@ -24,9 +24,9 @@ class Preflight:
     preflight itself."""
 
     run: RunConfig
-    shape: Shape
+    shape: ModelShape
     ranks: Sequence[RankReport]
-    batches: Batches
+    batches: PlannedBatches
     collectives: Sequence[Collective]
     bubble: float
     flops: float

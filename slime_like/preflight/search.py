@@ -27,7 +27,7 @@ from slime_like.preflight.batches import batches_of
 from slime_like.preflight.check import check
 from slime_like.preflight.communication import bubble
 from slime_like.preflight.report import Preflight, gb
-from slime_like.preflight.shape import Shape, shape_of
+from slime_like.preflight.shape import ModelShape, shape_of
 
 FLOPS = 400e12  # bf16 FLOP/s that an H100 reaches in matrix products of this size
 # bytes per second of one GPU
@@ -119,7 +119,7 @@ def _powers(limit: int) -> list[int]:
     return [2**n for n in range(limit.bit_length()) if 2**n <= limit]
 
 
-def may_fit(run: RunConfig, shape: Shape, layout: Layout) -> bool:
+def may_fit(run: RunConfig, shape: ModelShape, layout: Layout) -> bool:
     """Rough estimate from weights, gradients and optimizer shards only."""
     expert = shape.expert_parameters / (layout.pipeline * (layout.expert or 1))
     other = shape.other_parameters / (layout.pipeline * layout.tensor)
@@ -134,7 +134,7 @@ def with_layout(run: RunConfig, layout: Layout) -> RunConfig | None:
     return with_flags(run, [*layout.flags, *flags])
 
 
-def step_seconds(run: RunConfig, shape: Shape) -> float:
+def step_seconds(run: RunConfig, shape: ModelShape) -> float:
     """Estimated time of a step; see the module docstring."""
     batches = batches_of(run)
     config = run.megatron.transformer

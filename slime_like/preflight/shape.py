@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class ModelShape:
     """Parameter counts. attention: of a layer's attention and norms. delta: of a delta net and
     norms. dense: of a dense MLP. shared: of an MoE layer without its experts. expert: of one
     expert. vocabulary: of the embedding matrix. experts: whether each layer is an MoE layer.
@@ -55,7 +55,7 @@ class Shape:
         return self.other_parameters + routed - (0 if self.tied else self.vocabulary)
 
 
-def shape_of(config: TransformerConfig, gpt: GPTModelConfig) -> Shape:
+def shape_of(config: TransformerConfig, gpt: GPTModelConfig) -> ModelShape:
     """Parameter counts without vocabulary padding. config: megatron-core's TransformerConfig."""
     hidden = config.hidden_size
     gated = 3 if config.gated_linear_unit else 2
@@ -77,7 +77,7 @@ def shape_of(config: TransformerConfig, gpt: GPTModelConfig) -> Shape:
     if config.moe_shared_expert_intermediate_size:
         shared += mlp(config.moe_shared_expert_intermediate_size)
         shared += hidden if config.moe_shared_expert_gate else 0
-    return Shape(
+    return ModelShape(
         attention=attention,
         dense=mlp(config.ffn_hidden_size),
         shared=shared,

@@ -8,7 +8,14 @@ from collections.abc import Callable
 from typing import Any, BinaryIO
 
 from slime_like.rewards.custom import RewardArgs
-from slime_like.rewards.worker_protocol import ASYNC_SLOTS, Job, _read, _write, answer_to, raised
+from slime_like.rewards.worker_protocol import (
+    ASYNC_SLOTS,
+    GradingJob,
+    _read,
+    _write,
+    answer_to,
+    raised,
+)
 
 
 def serve(
@@ -25,7 +32,7 @@ async def _serve(
     """Run every job as its own task, which ends at its deadline. If the function blocks the event
     loop, the parent kills this process."""
     loop = asyncio.get_running_loop()
-    queue: asyncio.Queue[Job | None] = asyncio.Queue()
+    queue: asyncio.Queue[GradingJob | None] = asyncio.Queue()
 
     def pump() -> None:
         while True:
@@ -34,7 +41,7 @@ async def _serve(
             if job is None:
                 return
 
-    async def answer(job: Job) -> None:
+    async def answer(job: GradingJob) -> None:
         try:
             value = await asyncio.wait_for(function(args, job.sample), args.rm_timeout_s)
             result = answer_to(job, value, args.reward_key)

@@ -27,7 +27,7 @@ _FENCED = re.compile(
 # the grading worker has no more memory itself
 MAX_SECONDS = 600.0
 MAX_MEMORY_MB = 4096
-DEFAULT = sandbox.Limits()
+DEFAULT = sandbox.SandboxLimits()
 
 
 def problem(label: object, metadata: Mapping[str, object]) -> str | None:
@@ -71,7 +71,7 @@ def score(response: str, label: object, metadata: Mapping[str, Any]) -> float:
     if reason := problem(label, metadata):
         raise ValueError(reason)
     timeout = float(metadata.get("timeout_s", DEFAULT.wall_s))
-    limits = sandbox.Limits(
+    limits = sandbox.SandboxLimits(
         wall_s=timeout,
         cpu_s=int(timeout) + 1,
         memory_mb=int(metadata.get("memory_mb", DEFAULT.memory_mb)),
@@ -80,7 +80,7 @@ def score(response: str, label: object, metadata: Mapping[str, Any]) -> float:
     return float(all(passes(program, test, limits) for test in metadata["tests"]))
 
 
-def passes(program: str, test: Mapping[str, str], limits: sandbox.Limits) -> bool:
+def passes(program: str, test: Mapping[str, str], limits: sandbox.SandboxLimits) -> bool:
     if "code" in test:
         return sandbox.run(program, check=test["code"], limits=limits).status == "ok"
     outcome = sandbox.run(program, stdin=test["stdin"], limits=limits)

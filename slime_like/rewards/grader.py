@@ -34,7 +34,7 @@ from slime_like.rewards.registry import (
     rewards,
 )
 from slime_like.rewards.worker import REMOTE, Setup
-from slime_like.rewards.worker_protocol import Answer, Job, Text
+from slime_like.rewards.worker_protocol import Answer, GradingJob, Text
 from slime_like.samples.slime_sample import SlimeSample
 from slime_like.text import clean
 from slime_like.types import (
@@ -154,7 +154,7 @@ class Grader:
         jobs = []
         for i, group in enumerate(groups):
             if any(s.status not in _UNGRADED and s.reward is None for s in group):
-                jobs.append(Job(i, rm_type=None, sample=list(map(_reward_sample, group))))
+                jobs.append(GradingJob(i, rm_type=None, sample=list(map(_reward_sample, group))))
         answers = self._pool_for(set()).run(jobs) if jobs else []
         graded = [list(group) for group in groups]
         for job, answer in zip(jobs, answers, strict=True):
@@ -214,12 +214,12 @@ class Grader:
         """Grade samples. types: sample indices by reward name; None is the custom function."""
         answers: dict[int, Answer] = {}
         local: dict[str, list[int]] = {}
-        jobs: list[Job] = []
+        jobs: list[GradingJob] = []
         for name, indices in types.items():
             if name == REMOTE:
                 answers.update(self._remote_answers(samples, indices))
             elif name is None:
-                jobs = [Job(i, None, _reward_sample(samples[i])) for i in indices]
+                jobs = [GradingJob(i, None, _reward_sample(samples[i])) for i in indices]
             elif self._rewards[name].inline:
                 value = self._rewards[name].score("", None, {})
                 answers.update((i, {"value": value}) for i in indices)
@@ -234,11 +234,11 @@ class Grader:
     ) -> Iterable[tuple[int, Answer]]:
         if self._remote_pool is None:
             self._remote_pool = WorkerPool(Setup(self.args, (REMOTE,)), self._num_workers)
-        jobs = [Job(i, None, _reward_sample(samples[i])) for i in indices]
+        jobs = [GradingJob(i, None, _reward_sample(samples[i])) for i in indices]
         return zip(indices, self._remote_pool.run(jobs), strict=True)
 
     def _local_answers(
-        self, samples: Sequence[Sample], local: Mapping[str, list[int]], jobs: list[Job]
+        self, samples: Sequence[Sample], local: Mapping[str, list[int]], jobs: list[GradingJob]
     ) -> dict[int, Answer]:
         """Answers to `jobs`, and to the samples of each built-in reward. If a batch is lost, its
         samples are retried individually."""
@@ -248,9 +248,9 @@ class Grader:
             bounded = self._rewards[name].bounded
             for batch in _batches(samples, indices) if bounded else [[i] for i in indices]:
                 batches.append(batch)
-                jobs.append(Job(0, name, texts=[_text(samples[i], bounded) for i in batch]))
+                jobs.append(GradingJob(0, name, texts=[_text(samples[i], bounded) for i in batch]))
         answers: dict[int, Answer] = {}
-        lost: list[Job] = []
+        lost: list[GradingJob] = []
         lost_ids: list[int] = []
         for batch, job, answer in zip(batches, jobs, pool.run(jobs)):
             if len(batch) == 1:
@@ -267,7 +267,8 @@ class Grader:
         name_of = {i: name for name, indices in local.items() for i in indices}
         unfit = [i for i, name in name_of.items() if self._blames_the_text(name, answers[i])]
         empty = [
-            Job(0, name_of[i], texts=[_text(samples[i], bounded=False, empty=True)]) for i in unfit
+            GradingJob(0, name_of[i], texts=[_text(samples[i], bounded=False, empty=True)])
+            for i in unfit
         ]
         for i, control in zip(unfit, pool.run(empty) if empty else []):
             score = control.get("value")

@@ -30,7 +30,7 @@ from slime_like.errors import RunError
 from slime_like.rewards import confinement
 from slime_like.rewards import reaper as reaper
 from slime_like.rewards.worker import Setup
-from slime_like.rewards.worker_protocol import HEADER, Answer, Job
+from slime_like.rewards.worker_protocol import HEADER, Answer, GradingJob
 from slime_like.text import clean, printable
 
 START_LIMIT_S = 120.0  # imports of a user's module on a slow file system
@@ -55,7 +55,7 @@ _KEPT_ENVIRONMENT = (
 )  # fmt: skip
 
 
-class Worker:
+class GradingWorker:
     """A worker process, its pipes and its jobs. slots: number of concurrent jobs; 0 until it is
     ready."""
 
@@ -101,7 +101,7 @@ class Worker:
     def ready(self) -> bool:
         return self.slots > 0
 
-    def send(self, message: Setup | Job) -> None:
+    def send(self, message: Setup | GradingJob) -> None:
         body = pickle.dumps(message)
         self.outgoing += HEADER.pack(len(body)) + body
 
@@ -187,11 +187,11 @@ class WorkerPool:
     def __init__(self, setup: Setup, num_workers: int) -> None:
         self.setup = replace(setup, missing=confinement.missing()) if setup.confined else setup
         self.num_workers = num_workers
-        self._workers: list[Worker] = []
+        self._workers: list[GradingWorker] = []
         # Also at interpreter exit; a forked child must not kill its parent's workers.
         self._finalizer = weakref.finalize(self, _kill_all, self._workers, os.getpid())
 
-    def run(self, jobs: Sequence[Job]) -> list[Answer]:
+    def run(self, jobs: Sequence[GradingJob]) -> list[Answer]:
         """Run jobs; returns one answer per job, in order: a worker's answer, ``{"timeout": True}``
         or ``{"died": how}``.
 
@@ -212,14 +212,14 @@ class WorkerPool:
             if worker.process.poll() is not None or worker.receive() is None:
                 self.discard(worker)
         while len(self._workers) < min(wanted, self.num_workers):
-            self._workers.append(Worker(self.setup))
+            self._workers.append(GradingWorker(self.setup))
 
-    def discard(self, worker: Worker) -> str:
+    def discard(self, worker: GradingWorker) -> str:
         self._workers.remove(worker)
         return worker.kill()
 
     @property
-    def workers(self) -> list[Worker]:
+    def workers(self) -> list[GradingWorker]:
         return list(self._workers)
 
 
@@ -227,7 +227,7 @@ class _Round:
     """State of one `run`. Jobs of a worker that is killed while it has several are retried once,
     individually: of several jobs in a blocked event loop only the blocking one fails."""
 
-    def __init__(self, pool: WorkerPool, jobs: Sequence[Job]) -> None:
+    def __init__(self, pool: WorkerPool, jobs: Sequence[GradingJob]) -> None:
         self.pool = pool
         self.jobs = [replace(job, id=number) for number, job in enumerate(jobs)]
         self.waiting = deque(range(len(jobs)))
@@ -260,7 +260,7 @@ class _Round:
                     worker.queued.append(self.waiting.popleft())
                     worker.send(self.jobs[worker.queued[-1]])
 
-    def _start(self, worker: Worker, number: int) -> None:
+    def _start(self, worker: GradingWorker, number: int) -> None:
         """Start a job's timer."""
         grace = GRACE_S if worker.slots > 1 else 0.0
         worker.started = time.monotonic()
@@ -302,7 +302,7 @@ class _Round:
                     "bytes]\n"
                 )
 
-    def _receive(self, worker: Worker) -> None:
+    def _receive(self, worker: GradingWorker) -> None:
         answers = worker.receive()
         if answers is None:
             self._lose(worker, None)
@@ -329,7 +329,7 @@ class _Round:
         self.killed_starts += 1
         return how.startswith("signal") and self.killed_starts < _MAX_KILLED_STARTS
 
-    def _requeue(self, worker: Worker) -> None:
+    def _requeue(self, worker: GradingWorker) -> None:
         """Requeue jobs that were sent in advance to a worker that ended before starting them."""
         self.waiting.extendleft(reversed(worker.queued))
         worker.queued.clear()
@@ -343,7 +343,7 @@ class _Round:
                 spent = worker.cpu_seconds() - worker.cpu
                 self._lose(worker, {"timeout": True, "spent": spent})
 
-    def _lose(self, worker: Worker, answer: Answer | None) -> None:
+    def _lose(self, worker: GradingWorker, answer: Answer | None) -> None:
         """Kill a worker. A single job gets `answer` (None: that it died); several are retried
         individually."""
         output = worker.printed()
@@ -366,7 +366,7 @@ class _Round:
         self.waiting.extend(held)
 
 
-def _kill_all(workers: list[Worker], owner: int) -> None:
+def _kill_all(workers: list[GradingWorker], owner: int) -> None:
     if os.getpid() != owner:
         return
     while workers:

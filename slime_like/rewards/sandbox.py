@@ -39,7 +39,7 @@ class SandboxError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class SandboxLimits:
     """Limits of a program. wall_s: deadline. cpu_s: CPU time. memory_mb: address space.
     output_bytes: of standard output and error together."""
 
@@ -51,7 +51,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class SandboxOutcome:
     """Result of a program. status: "ok" (it ended by itself, and the check passed), "error"
     (exception or nonzero exit), "timeout", "output" (wrote too much), "killed" (by a signal, e.g.
     for too much CPU time)."""
@@ -68,8 +68,8 @@ def problem() -> str | None:
 
 
 def run(
-    program: str, *, stdin: str = "", check: str | None = None, limits: Limits | None = None
-) -> Outcome:
+    program: str, *, stdin: str = "", check: str | None = None, limits: SandboxLimits | None = None
+) -> SandboxOutcome:
     """Run `program` as a script; with `check`, run these statements with the program's names, but
     in a process of their own (`sandbox_calls.py`). Both must end without an exception.
 
@@ -85,7 +85,7 @@ def run(
     """
     zygote = _idle.pop() if _idle else Zygote()
     try:
-        outcome = zygote.run(program, stdin, check, limits or Limits())
+        outcome = zygote.run(program, stdin, check, limits or SandboxLimits())
     except BaseException:
         zygote.close()
         raise
@@ -139,7 +139,9 @@ class Zygote:
             os.set_blocking(file, False)
         self._expect_ready(time.monotonic() + _START_S)
 
-    def run(self, program: str, stdin: str, check: str | None, limits: Limits) -> Outcome:
+    def run(
+        self, program: str, stdin: str, check: str | None, limits: SandboxLimits
+    ) -> SandboxOutcome:
         """Like the function `run`."""
         body = {"program": program, "stdin": stdin, "check": check}
         request = json.dumps({**body, "limits": asdict(limits)}).encode()
@@ -153,7 +155,7 @@ class Zygote:
             status = "killed"
         elif status is None:
             status = "ok" if code == 0 else "error"
-        return Outcome(status, out, err, time.monotonic() - start)
+        return SandboxOutcome(status, out, err, time.monotonic() - start)
 
     def _send(self, data: bytes, deadline: float) -> None:
         with selectors.DefaultSelector() as selector:
@@ -185,7 +187,7 @@ class Zygote:
         (length,) = struct.unpack("<H", head[1:])
         return head[:1], os.read(self._reports, length) if length else b""
 
-    def _follow(self, limits: Limits) -> tuple[dict[str, bytearray], Status | None, int]:
+    def _follow(self, limits: SandboxLimits) -> tuple[dict[str, bytearray], Status | None, int]:
         """Read both streams until the program ends. Returns a status if it was killed for its time
         or its output."""
         streams = {"stdout": bytearray(), "stderr": bytearray()}

@@ -3,7 +3,7 @@
 Frames on both pipes: 8 bytes of length, little-endian, then the body. The parent's frames are
 pickled: they are trusted, and keep the types of metadata. Answers are JSON, because this process
 may have evaluated a model's text. The first frame in is `Setup`; the first out is ``{"ready":
-slots}`` or ``{"failed": reason}``. Then come `Job`s, and for each an `Answer`.
+slots}`` or ``{"failed": reason}``. Then come `GradingJob`s, and for each an `Answer`.
 
 Built-in rewards confine the process before the first job (`confinement.py`). A user's function is
 trusted and not confined; what it starts ends with it (`reaper.py`).
@@ -30,7 +30,7 @@ from slime_like.rewards.registry import Reward, rewards
 from slime_like.rewards.sandbox import SandboxError
 from slime_like.rewards.worker_protocol import (
     Answer,
-    Job,
+    GradingJob,
     Text,
     _read,
     _reason,
@@ -154,7 +154,7 @@ def _confine(names: tuple[str, ...]) -> None:
         confinement.lock(paths)
 
 
-def _grade(job: Job, function: Callable[..., Any] | None, args: RewardArgs) -> Answer:
+def _grade(job: GradingJob, function: Callable[..., Any] | None, args: RewardArgs) -> Answer:
     if job.rm_type is not None:
         reward = rewards.get(job.rm_type)
         if len(job.texts) == 1:

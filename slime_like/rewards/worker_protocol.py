@@ -20,7 +20,7 @@ ASYNC_SLOTS = 64  # concurrent samples of an asynchronous function
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class GradingJob:
     """A unit of work. rm_type None: the custom function, with `sample` (a list: all samples of a
     group, --group-rm); otherwise `texts`."""
 
@@ -45,7 +45,7 @@ def _write(pipe: BinaryIO, answer: Answer) -> None:
     pipe.flush()
 
 
-def answer_to(job: Job, value: Any, reward_key: str | None) -> Answer:
+def answer_to(job: GradingJob, value: Any, reward_key: str | None) -> Answer:
     """Like `to_answer`; for a group, one answer per sample under ``group``."""
     if not isinstance(job.sample, list):
         return to_answer(value, reward_key)

@@ -29,7 +29,7 @@ ROUTES_SETTING = "enable_return_routed_experts"  # server argument
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ServerPart:
     """The part of a server that runs on one node."""
 
     node: Node
@@ -39,7 +39,7 @@ class Part:
 
 def engine_launches(
     run: RunConfig, nodes: Sequence[Node], *, device: torch.device, logs: Path
-) -> list[list[Part]]:
+) -> list[list[ServerPart]]:
     """The parts of each server; the first part serves HTTP. Raises RunError if the nodes have too
     few GPUs."""
     config = run.sglang
@@ -48,7 +48,7 @@ def engine_launches(
     placements = place_servers(nodes, config.rollout_num_gpus, per_engine, colocate=config.colocate)
     require_reachable(config, {share.node.rank for shares in placements for share in shares})
     ports = {node.rank: iter(node.ports) for node in nodes}
-    servers = list[list[Part]]()
+    servers = list[list[ServerPart]]()
     for number, shares in enumerate(placements):
         multi_node_settings: dict[str, object] = {}
         if len(shares) > 1:
@@ -63,7 +63,7 @@ def engine_launches(
             host = first.address if first.rank else address_towards([f"http://{second.address}:1"])
             init_address = f"{host}:{next(ports[first.rank])}"
             multi_node_settings = {"nnodes": len(shares), "dist_init_addr": init_address}
-        parts = list[Part]()
+        parts = list[ServerPart]()
         for node_rank, share in enumerate(shares):
             host = share.node.address
             port = next(ports[share.node.rank])
@@ -84,7 +84,7 @@ def engine_launches(
                 settings[ROUTES_SETTING] = True
             log = logs / f"engine-{number}{f'-node-{node_rank}' if node_rank else ''}.log"
             command = server_command(interpreter(config.sglang_python), settings)
-            parts.append(Part(share.node, f"http://{host}:{port}", Launch(command, log)))
+            parts.append(ServerPart(share.node, f"http://{host}:{port}", Launch(command, log)))
         servers.append(parts)
     return servers
 
@@ -103,7 +103,7 @@ def require_reachable(config: SglangConfig, ranks: Collection[int]) -> None:
         )
 
 
-def start_processes(servers: Sequence[Sequence[Part]]) -> list[tuple[str, EngineProcess]]:
+def start_processes(servers: Sequence[Sequence[ServerPart]]) -> list[tuple[str, EngineProcess]]:
     """Start the servers; on other nodes through their agents. Returns (address, process) pairs."""
     remote: dict[int, RemoteNode] = {}
     started = list[tuple[str, EngineProcess]]()

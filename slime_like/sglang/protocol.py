@@ -32,7 +32,7 @@ class Legal:
     versions: Collection[int]
 
 
-class Refused(ValueError):
+class RefusedByServer(ValueError):
     """The server aborted the request itself (out of memory, restart). `status`: its status code,
     500 if it gave none."""
 
@@ -119,7 +119,7 @@ def read_generation(
     if finish == "abort" and status is not None:
         if not is_int_between(status, 100, 599):
             raise InvalidResponse(f"request {rid}: status_code {shown(status)} of an abort")
-        raise Refused(f"request {rid}: {printable(str(reason.get('message')))}", status)
+        raise RefusedByServer(f"request {rid}: {printable(str(reason.get('message')))}", status)
     tokens = token_ids(answer.get("output_ids"), f"request {rid}: output_ids", legal.vocab_size)
     if len(tokens) > sampling.max_new_tokens or (not tokens and finish != "abort"):
         raise InvalidResponse(

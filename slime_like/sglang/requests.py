@@ -26,7 +26,7 @@ from slime_like.sglang.http import (
 )
 from slime_like.sglang.protocol import (
     Legal,
-    Refused,
+    RefusedByServer,
     generation_body,
     max_response_bytes,
     meta_of,
@@ -157,7 +157,7 @@ class ServerRequests:
             self._pending[attempt_rid] = request.sample_id
             try:
                 return await self._attempt(client, request, sampling, attempt_rid, avoid)
-            except Refused as refusal:
+            except RefusedByServer as refusal:
                 raise RequestFailed(
                     f"refused_{refusal.status}", str(refusal), retryable=refusal.status >= 500
                 ) from None

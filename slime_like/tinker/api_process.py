@@ -26,12 +26,12 @@ from slime_like.tinker import codec
 from slime_like.tinker.access import KeyRing
 from slime_like.tinker.app import make_app
 from slime_like.tinker.base_model import BaseModel
-from slime_like.tinker.data import Limits
+from slime_like.tinker.data import DataLimits
 from slime_like.tinker.errors import Failed
 from slime_like.tinker.fingerprint import fingerprint_of
 from slime_like.tinker.futures import Request
 from slime_like.tinker.middleware import Gate, PatientProtocol
-from slime_like.tinker.model_registry import Registry
+from slime_like.tinker.model_registry import ModelRegistry
 from slime_like.tinker.operations import ServerOperations
 from slime_like.tinker.request_queue import Dispatcher
 from slime_like.tinker.service import Service, make_folders
@@ -67,11 +67,11 @@ def base_model_of(run: RunConfig) -> BaseModel:
     return BaseModel(folder, name, architecture, supports_lora, supports_unembed)
 
 
-def limits_of(run: RunConfig) -> Limits:
+def limits_of(run: RunConfig) -> DataLimits:
     context = run.gpt.max_position_embeddings or DEFAULT_CONTEXT
     assert run.gpt.vocab_size is not None
     max_length = run.server.max_sequence_length or context
-    return Limits(run.gpt.vocab_size, max_length, run.server.max_request_tokens)
+    return DataLimits(run.gpt.vocab_size, max_length, run.server.max_request_tokens)
 
 
 def make_service(
@@ -89,7 +89,7 @@ def make_service(
     root = Path(run.server.server_dir).resolve()
     make_folders(root)
     base = base_model_of(run)
-    registry = Registry(journal)
+    registry = ModelRegistry(journal)
     operations = ServerOperations(
         registry, call, folder=root, base=base.folder, max_snapshots=run.server.max_snapshots
     )

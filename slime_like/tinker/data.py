@@ -38,7 +38,7 @@ _DTYPES: dict[int, DType] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class DataLimits:
     """Limits of the model and the server. vocab_size and max_length in tokens."""
 
     vocab_size: int
@@ -101,7 +101,9 @@ def parse_request(body: bytes) -> Message:
     return request
 
 
-def check_forward_backward(request: Message, *, role: str, limits: Limits) -> ForwardBackwardInput:
+def check_forward_backward(
+    request: Message, *, role: str, limits: DataLimits
+) -> ForwardBackwardInput:
     """Validate a request. role: of the model. Raises Refused naming the model and the datum."""
     who = f"model {request.model_id}"
     config = loss_config(request)
@@ -185,7 +187,7 @@ def check_role(name: str, config: dict[str, float | str], role: str, who: str) -
         raise Refused(f"{who}: {error}") from None
 
 
-def model_input(chunks: Sequence[Message], where: str, limits: Limits) -> Array:
+def model_input(chunks: Sequence[Message], where: str, limits: DataLimits) -> Array:
     """Token ids [N] of a datum, from its chunks."""
     parts = []
     for chunk in chunks:
@@ -201,7 +203,7 @@ def model_input(chunks: Sequence[Message], where: str, limits: Limits) -> Array:
     return tokens
 
 
-def check_tokens(tokens: Array, where: str, limits: Limits, *, room: int = 0) -> None:
+def check_tokens(tokens: Array, where: str, limits: DataLimits, *, room: int = 0) -> None:
     """Raise Refused for invalid token ids or too many of them. room: number of further tokens that
     must fit."""
     if tokens.size == 0:
@@ -215,7 +217,7 @@ def check_tokens(tokens: Array, where: str, limits: Limits, *, room: int = 0) ->
     check_vocabulary(tokens, where, limits)
 
 
-def check_vocabulary(tokens: Array, where: str, limits: Limits) -> None:
+def check_vocabulary(tokens: Array, where: str, limits: DataLimits) -> None:
     """Raise Refused for token ids outside the vocabulary."""
     invalid = tokens[(tokens < 0) | (tokens >= limits.vocab_size)]
     if invalid.size:
@@ -230,7 +232,7 @@ def check_tensors(
     loss: ServedLoss,
     length: int,
     where: str,
-    limits: Limits,
+    limits: DataLimits,
     *,
     forward_only: bool,
 ) -> dict[str, Array]:
@@ -280,7 +282,7 @@ def _check_values_and_returns(given: set[str], where: str, *, forward_only: bool
         )
 
 
-def soft_targets(inputs: Message, length: int, where: str, limits: Limits) -> dict[str, Array]:
+def soft_targets(inputs: Message, length: int, where: str, limits: DataLimits) -> dict[str, Array]:
     """target_tokens and weights [N, K] from dense or sparse tensors; missing entries of sparse
     tensors are token 0 with weight 0."""
     width = int(inputs["target_tokens"].shape[1])

@@ -10,7 +10,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from slime_like.tinker.errors import HttpError
-from slime_like.tinker.model_registry import Checkpoint, Registry
+from slime_like.tinker.model_registry import Checkpoint, ModelRegistry
 from slime_like.tinker.serializers import iso_time
 
 LINKS_S = 3600
@@ -20,7 +20,7 @@ class Downloads:
     """Creates and resolves download links. A link is valid for LINKS_S seconds and only in this
     process, because the signing secret is drawn at startup."""
 
-    def __init__(self, registry: Registry) -> None:
+    def __init__(self, registry: ModelRegistry) -> None:
         self._registry = registry
         self._secret = secrets.token_bytes(32)
 

@@ -17,7 +17,7 @@ KINDS = {"training": "weights", "sampler": "sampler_weights", "external": "exter
 
 
 @dataclass(slots=True)
-class Session:
+class ApiSession:
     """A client's session. owner: of the key that created it."""
 
     id: str
@@ -30,7 +30,7 @@ class Session:
 
 
 @dataclass(slots=True)
-class Model:
+class RegisteredModel:
     """A training model. state: creating, ready or ended, with the reason. corrupted: it ended by a
     failure, not by its client. policy: of a critic, the model that it belongs to. next_seq:
     sequence number of the next request."""
@@ -97,10 +97,10 @@ class Checkpoint:
         return self.expires is not None and self.expires < now
 
 
-AnyRecord = Session | Model | Sampler | Checkpoint
+AnyRecord = ApiSession | RegisteredModel | Sampler | Checkpoint
 _TABLES: dict[type, str] = {  # name in the journal
-    Session: "session",
-    Model: "model",
+    ApiSession: "session",
+    RegisteredModel: "model",
     Sampler: "sampler",
     Checkpoint: "checkpoint",
 }
@@ -141,13 +141,13 @@ class Quota:
 
 
 @dataclass
-class Registry:
+class ModelRegistry:
     """Sessions, models, samplers and checkpoints. Every change goes through `keep` or `forget`,
     which write it to the journal."""
 
     journal: Journal
-    sessions: dict[str, Session] = field(default_factory=dict)
-    models: dict[str, Model] = field(default_factory=dict)
+    sessions: dict[str, ApiSession] = field(default_factory=dict)
+    models: dict[str, RegisteredModel] = field(default_factory=dict)
     samplers: dict[str, Sampler] = field(default_factory=dict)
     checkpoints: dict[str, Checkpoint] = field(default_factory=dict)
 
@@ -173,16 +173,16 @@ class Registry:
 
     def new_session(
         self, owner: str, *, user_metadata: dict[str, object] | None, display_name: str | None
-    ) -> Session:
+    ) -> ApiSession:
         now = time.time()
         id = f"session-{secrets.token_hex(8)}"
-        session = Session(
+        session = ApiSession(
             id, owner, now, now, user_metadata=user_metadata, display_name=display_name
         )
         self.keep(session)
         return session
 
-    def session(self, id: str, owner: str) -> Session:
+    def session(self, id: str, owner: str) -> ApiSession:
         """An open session. Raises HttpError 404 if it does not exist, 410 if it has ended."""
         session = self.sessions.get(id)
         if session is None or session.owner != owner:
@@ -194,7 +194,7 @@ class Registry:
 
     # --- models ---
 
-    def model(self, id: str, owner: str) -> Model:
+    def model(self, id: str, owner: str) -> RegisteredModel:
         model = self.models.get(id)
         if model is None or model.owner != owner:
             raise HttpError(404, f"model {id} does not exist")
@@ -204,7 +204,7 @@ class Registry:
             session.seen = model.seen
         return model
 
-    def lost(self, model: Model, reason: str) -> str:
+    def lost(self, model: RegisteredModel, reason: str) -> str:
         """Message that a model is lost, why, and from which checkpoint to continue."""
         newest = self.newest_checkpoint(model.id, "training")
         remedy = "it was never saved"
@@ -212,7 +212,7 @@ class Registry:
             remedy = f"continue from its newest checkpoint, {newest.path}"
         return f"model {model.id} is lost: {reason}; {remedy}"
 
-    def live_models(self) -> list[Model]:
+    def live_models(self) -> list[RegisteredModel]:
         return [m for m in self.models.values() if m.state != "ended"]
 
     def policy_for_critic(self, session: str) -> str:

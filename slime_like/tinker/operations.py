@@ -13,7 +13,13 @@ from typing import Any, Protocol
 from slime_like.tinker import codec
 from slime_like.tinker.errors import Failed, Refused
 from slime_like.tinker.futures import Request, json_result
-from slime_like.tinker.model_registry import KINDS, Checkpoint, Model, Registry, Sampler
+from slime_like.tinker.model_registry import (
+    KINDS,
+    Checkpoint,
+    ModelRegistry,
+    RegisteredModel,
+    Sampler,
+)
 from slime_like.tinker.request_queue import Result
 from slime_like.tinker.results import forward_backward_output, sample_output
 
@@ -30,7 +36,7 @@ Call = Callable[[str, codec.Message], Awaitable[Any]]  # request id, command
 class EndModel(Protocol):
     """Signature of SessionManager.end_model."""
 
-    def __call__(self, model: Model, reason: str, *, corrupted: bool = False) -> None: ...
+    def __call__(self, model: RegisteredModel, reason: str, *, corrupted: bool = False) -> None: ...
 
 
 class ServerOperations:
@@ -38,7 +44,7 @@ class ServerOperations:
     server stores. base: folder of the base model."""
 
     def __init__(
-        self, registry: Registry, call: Call, *, folder: Path, base: str, max_snapshots: int
+        self, registry: ModelRegistry, call: Call, *, folder: Path, base: str, max_snapshots: int
     ) -> None:
         self.registry = registry
         self.call = call
@@ -87,7 +93,7 @@ class ServerOperations:
             self.end_model(model, f"model {model.id} was not created")
         self.registry.keep(model)
 
-    def _model(self, request: Request) -> Model:
+    def _model(self, request: Request) -> RegisteredModel:
         """The request's model. Raises Failed if it has ended."""
         model = self.registry.models[request.body["model"]]
         if model.state == "ended":
@@ -109,7 +115,7 @@ class ServerOperations:
         await self._create(request.id, self._model(request), policy=None)
         return await self._load(request)
 
-    async def _create(self, id: str, model: Model, *, policy: str | None) -> None:
+    async def _create(self, id: str, model: RegisteredModel, *, policy: str | None) -> None:
         command = {"op": "create", "model": model.id, "role": model.role, "lora": model.lora}
         await self.call(id, {**command, "policy": policy})
 
@@ -130,7 +136,7 @@ class ServerOperations:
         return json_result({"path": path, "model_id": model.id, "type": "load_weights"})
 
     @staticmethod
-    def _check_shape(model: Model, checkpoint: Checkpoint) -> None:
+    def _check_shape(model: RegisteredModel, checkpoint: Checkpoint) -> None:
         if checkpoint.role != model.role:
             raise Refused(
                 f"checkpoint {checkpoint.path} is of a {checkpoint.role}, model {model.id} is a "
@@ -198,7 +204,9 @@ class ServerOperations:
             remove_tree(Path(existing.folder))
         return json_result({"path": path, "type": SAVE_TYPES[kind]})
 
-    def _add_checkpoint(self, model: Model, body: codec.Message, path: str, folder: Path) -> None:
+    def _add_checkpoint(
+        self, model: RegisteredModel, body: codec.Message, path: str, folder: Path
+    ) -> None:
         now = time.time()
         checkpoint = Checkpoint(
             path,

@@ -6,7 +6,7 @@ import secrets
 
 import numpy as np
 
-from slime_like.tinker.data import Limits, check_tokens
+from slime_like.tinker.data import DataLimits, check_tokens
 from slime_like.tinker.errors import Refused
 from slime_like.tinker.schemas import Sample, SamplingParams
 
@@ -20,7 +20,7 @@ UNSUPPORTED: dict[str, object] = {
 }
 
 
-def sample_body(request: Sample, limits: Limits) -> dict[str, object]:
+def sample_body(request: Sample, limits: DataLimits) -> dict[str, object]:
     """Validate a sampling request; returns prompt, number of samples, seed and settings as plain
     values. Raises Refused."""
     for name, disabled in UNSUPPORTED.items():
@@ -64,7 +64,7 @@ def sample_body(request: Sample, limits: Limits) -> dict[str, object]:
     }
 
 
-def _top_k(request: Sample, length: int, max_tokens: int, limits: Limits) -> dict[str, int]:
+def _top_k(request: Sample, length: int, max_tokens: int, limits: DataLimits) -> dict[str, int]:
     """Number of most likely tokens to return per position. length: of the prompt. max_tokens: of a
     sample. Raises Refused."""
     max_k = min(MAX_TOP_K, limits.vocab_size)
@@ -81,7 +81,7 @@ def _top_k(request: Sample, length: int, max_tokens: int, limits: Limits) -> dic
     return top_k
 
 
-def _stops(params: SamplingParams, limits: Limits) -> dict[str, object]:
+def _stops(params: SamplingParams, limits: DataLimits) -> dict[str, object]:
     """Stop conditions. None keeps the model's end tokens, an empty list disables them, other values
     are added."""
     stop = [params.stop] if isinstance(params.stop, str) else params.stop

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TypeVar
 
 from slime_like.tinker.errors import HttpError
-from slime_like.tinker.model_registry import Checkpoint, Model, Registry, Session
+from slime_like.tinker.model_registry import ApiSession, Checkpoint, ModelRegistry, RegisteredModel
 
 T = TypeVar("T")
 
@@ -37,7 +37,7 @@ def as_strings(metadata: Mapping[str, object] | None) -> dict[str, str] | None:
     return None if metadata is None else {key: str(value) for key, value in metadata.items()}
 
 
-def session_record(registry: Registry, session: Session) -> dict[str, object]:
+def session_record(registry: ModelRegistry, session: ApiSession) -> dict[str, object]:
     models = [m.id for m in registry.models.values() if m.session == session.id]
     return {
         "training_run_ids": models,
@@ -47,7 +47,7 @@ def session_record(registry: Registry, session: Session) -> dict[str, object]:
     }
 
 
-def sampler_ids(registry: Registry, session: Session) -> list[str]:
+def sampler_ids(registry: ModelRegistry, session: ApiSession) -> list[str]:
     return [s.id for s in registry.samplers.values() if s.session == session.id]
 
 
@@ -64,7 +64,7 @@ def checkpoint_record(checkpoint: Checkpoint) -> dict[str, object]:
     }
 
 
-def run_record(registry: Registry, model: Model) -> dict[str, object]:
+def run_record(registry: ModelRegistry, model: RegisteredModel) -> dict[str, object]:
     def newest(kind: str) -> dict[str, object] | None:
         checkpoint = registry.newest_checkpoint(model.id, kind)
         return None if checkpoint is None else checkpoint_record(checkpoint)
@@ -83,7 +83,7 @@ def run_record(registry: Registry, model: Model) -> dict[str, object]:
     }
 
 
-def open_sessions(registry: Registry) -> list[dict[str, object]]:
+def open_sessions(registry: ModelRegistry) -> list[dict[str, object]]:
     """Open sessions with their models and samplers, for operators."""
     records: list[dict[str, object]] = []
     for session in registry.sessions.values():

@@ -11,10 +11,16 @@ from pathlib import Path
 from arguments.schema import ServerConfig
 from slime_like.tinker import schemas
 from slime_like.tinker.base_model import BaseModel, adapter_of, check_optimizer, check_unembed
-from slime_like.tinker.data import Limits, check_forward_backward, parse_request
+from slime_like.tinker.data import DataLimits, check_forward_backward, parse_request
 from slime_like.tinker.errors import HttpError, Refused
 from slime_like.tinker.futures import Request
-from slime_like.tinker.model_registry import Checkpoint, Model, Registry, Sampler, role_of
+from slime_like.tinker.model_registry import (
+    Checkpoint,
+    ModelRegistry,
+    RegisteredModel,
+    Sampler,
+    role_of,
+)
 from slime_like.tinker.operations import ServerOperations, snapshot_removed
 from slime_like.tinker.request_queue import Dispatcher, request_id
 from slime_like.tinker.sampling import sample_body
@@ -34,8 +40,8 @@ class Service:
         self,
         config: ServerConfig,
         base: BaseModel,
-        limits: Limits,
-        registry: Registry,
+        limits: DataLimits,
+        registry: ModelRegistry,
         dispatcher: Dispatcher,
         operations: ServerOperations,
     ) -> None:
@@ -100,17 +106,17 @@ class Service:
 
     def _new_model(
         self, id: str, session: str, owner: str, user_metadata: dict[str, object] | None
-    ) -> Model:
+    ) -> RegisteredModel:
         if id in self.registry.models:
             raise HttpError(422, f"model {id} exists")
         self.sessions.make_room_for_model(owner)
         now = time.time()
         base = self.base.name
-        return Model(
+        return RegisteredModel(
             id, session, owner, base, "policy", now, now, next_seq=0, user_metadata=user_metadata
         )
 
-    def _open(self, model: Model) -> None:
+    def _open(self, model: RegisteredModel) -> None:
         self.registry.keep(model)
         self.dispatcher.queue(model.id, next_seq=0)
 

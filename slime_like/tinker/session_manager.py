@@ -11,7 +11,7 @@ from arguments.schema import ServerConfig
 from slime_like.tinker import codec, schemas
 from slime_like.tinker.errors import Failed, HttpError, Refused
 from slime_like.tinker.futures import Request
-from slime_like.tinker.model_registry import Model, Quota, Registry
+from slime_like.tinker.model_registry import ModelRegistry, Quota, RegisteredModel
 from slime_like.tinker.operations import ServerOperations
 from slime_like.tinker.request_queue import Dispatcher
 
@@ -25,7 +25,7 @@ class SessionManager:
     def __init__(
         self,
         config: ServerConfig,
-        registry: Registry,
+        registry: ModelRegistry,
         dispatcher: Dispatcher,
         operations: ServerOperations,
     ) -> None:
@@ -79,7 +79,7 @@ class SessionManager:
             self.models_quota, owner, lambda: [m.owner for m in self.registry.live_models()]
         )
 
-    def unload_model(self, model: Model, digest: str) -> Request:
+    def unload_model(self, model: RegisteredModel, digest: str) -> Request:
         """End a model for its client. Returns a request that is done when its memory is free."""
         self.end_model(model, f"model {model.id} was unloaded by its client", unload=False)
         return self._unload(model, digest)
@@ -115,7 +115,7 @@ class SessionManager:
                 self.operations.drop_checkpoint(checkpoint)
 
     def end_model(
-        self, model: Model, reason: str, *, unload: bool = True, corrupted: bool = False
+        self, model: RegisteredModel, reason: str, *, unload: bool = True, corrupted: bool = False
     ) -> None:
         """End a model; its waiting and later requests fail with the reason.
 
@@ -139,7 +139,7 @@ class SessionManager:
         if unload and had_weights:
             self._unload(model)
 
-    def _unload(self, model: Model, digest: str = "") -> Request:
+    def _unload(self, model: RegisteredModel, digest: str = "") -> Request:
         self._housekeeping += 1
         id = f"{HOUSEKEEPING}/{time.time_ns()}.{self._housekeeping}"
         body = {"model": model.id}

@@ -41,7 +41,7 @@ START_S = 120.0  # for the API process to start
 AGREE_S = 10.0  # for the other ranks to report on a command that failed on this one
 
 
-class Outcome(TypedDict):
+class CommandOutcome(TypedDict):
     """What a rank reports about a command. error: message, or None. user: whether the client has to
     act on it. lost: it was interrupted in a collective. stage: see `worker_backend`."""
 
@@ -61,7 +61,7 @@ class Failure:
     stage: int
 
 
-class Worker:
+class ModelWorker:
     """The command loop of one rank. host: executes commands."""
 
     def __init__(self, host: ModelHost, layout: ParallelLayout) -> None:
@@ -122,7 +122,7 @@ class Worker:
         explained = is_user_error(error) or is_out_of_memory(error) or isinstance(error, Failed)
         if error is not None and not explained:
             traceback.print_exception(error)
-        local: Outcome = {
+        local: CommandOutcome = {
             "error": None if error is None else error_message(error),
             "user": error is None or is_user_error(error),
             "lost": self.layout.world_size > 1 and error is not None and looks_lost(error),
@@ -142,7 +142,7 @@ class Worker:
         category = "user" if all(o["user"] for o in failed.values()) else "server"
         return Failure(category, str(next(iter(failed.values()))["error"]), stage)
 
-    def _exchange(self, local: Outcome) -> dict[int, Outcome]:
+    def _exchange(self, local: CommandOutcome) -> dict[int, CommandOutcome]:
         """Exchange the outcomes of a command; returns them by rank. Raises RunError."""
         store: dist.Store = dist.distributed_c10d._get_default_store()
         store.set(self._key(self.layout.rank), json.dumps(local))
@@ -163,7 +163,7 @@ class Worker:
                 )
             time.sleep(0.0005)
 
-    def _reported(self, store: dist.Store) -> dict[int, Outcome]:
+    def _reported(self, store: dist.Store) -> dict[int, CommandOutcome]:
         return {
             rank: json.loads(store.get(self._key(rank)))
             for rank in range(self.layout.world_size)
@@ -193,11 +193,11 @@ def is_user_error(error: BaseException | None) -> bool:
     return isinstance(error, Refused | ValueError | OSError)
 
 
-def failed_only(outcomes: Mapping[int, Outcome]) -> dict[int, Outcome]:
+def failed_only(outcomes: Mapping[int, CommandOutcome]) -> dict[int, CommandOutcome]:
     return {rank: o for rank, o in sorted(outcomes.items()) if o["error"] is not None}
 
 
-def root_failure(failed: Mapping[int, Outcome]) -> str:
+def root_failure(failed: Mapping[int, CommandOutcome]) -> str:
     """Message of the rank that failed first: not of one that was interrupted in a collective."""
     rank, first = min(failed.items(), key=lambda item: (item[1]["lost"], item[0]))
     return f"rank {rank}: {first['error']}"
@@ -376,7 +376,7 @@ def serve(run: RunConfig, layout: ParallelLayout, startup: Say = lambda what: No
         trust_remote_code=run.model.trust_remote_code,
     )
     host = ModelHost(run, layout, tokenizer)
-    worker = Worker(host, layout)
+    worker = ModelWorker(host, layout)
     source = CommandSource(run, host.describe) if layout.rank == 0 else None
     startup("starting the API process")
     reason = "they were stopped"

@@ -16,7 +16,7 @@ from arguments.schema import GPTModelConfig
 from slime_like.checkpoints.manifest import describe
 from slime_like.weights.families import LM_HEAD
 from slime_like.weights.families.base import EMBEDDING
-from slime_like.weights.mappings import Mapping, Part, Sizes
+from slime_like.weights.mappings import Mapping, Sizes, TensorPart
 from slime_like.weights.parameter_map import (
     LAYER,
     VALUE_HEAD,
@@ -82,7 +82,7 @@ class LoadPlan:
     absent: parts of a critic's head that the folder does not have."""
 
     family: MappingOf[str, Mapping]
-    parts: MappingOf[str, Sequence[Part]]
+    parts: MappingOf[str, Sequence[TensorPart]]
     absent: frozenset[str]
 
     def fill(self, name: str, shard: Tensor, files: WeightFiles) -> None:
@@ -135,7 +135,7 @@ def plan_loading(
     return LoadPlan(stored, parts, frozenset(absent))
 
 
-def _fill(shard: Tensor, dim: int, parts: Sequence[Part], files: WeightFiles) -> None:
+def _fill(shard: Tensor, dim: int, parts: Sequence[TensorPart], files: WeightFiles) -> None:
     position = 0
     # the last expert that was read; its tensor may have several parts, as gate and up
     stacked: tuple[object, Tensor] | None = None
@@ -155,7 +155,7 @@ def _fill(shard: Tensor, dim: int, parts: Sequence[Part], files: WeightFiles) ->
 
 def _parts(
     name: str, parameter: Tensor, mapping: Mapping, sizes: Sizes, layout: ParallelLayout
-) -> list[Part]:
+) -> list[TensorPart]:
     """The pieces of this rank's shard. Raises ValueError if they do not match the parameter's
     shape."""
     rank = layout.tp_rank

@@ -88,7 +88,7 @@ def save_hf(
     writes = rank_zero or every_rank
     weights = stream
 
-    def write() -> list[Part]:
+    def write() -> list[SavedPart]:
         try:
             with _as_saving_errors():
                 local = with_duplicates(weights, duplicates or {}, source)
@@ -159,7 +159,7 @@ def _make_temporary(temporary: Path, folder: Path, source: Path) -> Path:
     return temporary
 
 
-def _finish(temporary: Path, folder: Path, source: Path, parts: Sequence[Part]) -> None:
+def _finish(temporary: Path, folder: Path, source: Path, parts: Sequence[SavedPart]) -> None:
     """Rename the parts, now that their number is known, and complete the folder."""
     shards = [
         ShardPlan(name, part.tensors)
@@ -251,7 +251,7 @@ def check_replaceable(folder: Path, file: str, kind: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class SavedPart:
     """A file before its final name is known."""
 
     file_name: str
@@ -260,14 +260,14 @@ class Part:
 
 def _write_parts(
     folder: Path, stream: Iterator[tuple[str, Tensor]], max_shard_bytes: int
-) -> list[Part]:
-    parts: list[Part] = []
+) -> list[SavedPart]:
+    parts: list[SavedPart] = []
     pending: dict[str, Tensor] = {}
     rank = dist.get_rank() if dist.is_initialized() else 0
 
     def flush() -> None:
         tensors = tuple(TensorPlan.of(name, tensor) for name, tensor in pending.items())
-        parts.append(Part(f"{rank}-{len(parts)}.part", tensors))
+        parts.append(SavedPart(f"{rank}-{len(parts)}.part", tensors))
         save_tensors(folder / parts[-1].file_name, pending, {"format": "pt"})
         pending.clear()
 

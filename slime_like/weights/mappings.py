@@ -106,7 +106,7 @@ class ExpertSlice:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TensorPart:
     """Rows [start, stop) of the tensor `hf` along the mapping's dimension; with `hf` None, that
     many padding rows. expert_slice: selects a matrix within the tensor."""
 
@@ -135,7 +135,7 @@ class Mapping(ABC):
         """Name and full shape of every Hugging Face tensor involved."""
 
     @abstractmethod
-    def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[Part]:
+    def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[TensorPart]:
         """The pieces of the shard of `tp_rank`. rows: the shard's length along `dim`; only padding
         depends on it."""
 
@@ -181,8 +181,8 @@ class Replicated(Mapping):
     def hf_shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
         return {self.hf: (getattr(sizes, self.size),)}
 
-    def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[Part]:
-        return [Part(self.hf, 0, getattr(sizes, self.size))]
+    def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[TensorPart]:
+        return [TensorPart(self.hf, 0, getattr(sizes, self.size))]
 
 
 @dataclass(frozen=True)
@@ -198,8 +198,8 @@ class ReplicatedRows(Mapping):
     def hf_shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
         return {self.hf: (getattr(sizes, self.rows), getattr(sizes, self.columns))}
 
-    def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[Part]:
-        return [Part(self.hf, 0, getattr(sizes, self.rows))]
+    def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[TensorPart]:
+        return [TensorPart(self.hf, 0, getattr(sizes, self.rows))]
 
 
 @dataclass(frozen=True)
@@ -216,8 +216,11 @@ class JoinedProjection(Mapping):
     def hf_shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
         return {self.hf: (sizes.hidden, 2 * sizes.hidden)}
 
-    def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[Part]:
-        halves = [Part(self.hf, 0, sizes.hidden), Part(self.hf, sizes.hidden, 2 * sizes.hidden)]
+    def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[TensorPart]:
+        halves = [
+            TensorPart(self.hf, 0, sizes.hidden),
+            TensorPart(self.hf, sizes.hidden, 2 * sizes.hidden),
+        ]
         return halves[::-1] if self.hidden_first else halves
 
 
@@ -233,8 +236,8 @@ class RowParallel(Mapping):
     def hf_shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
         return {self.hf: (sizes.hidden, getattr(sizes, self.inner))}
 
-    def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[Part]:
-        return [Part(self.hf, *shard_bounds(getattr(sizes, self.inner), tp_rank, tp_size))]
+    def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[TensorPart]:
+        return [TensorPart(self.hf, *shard_bounds(getattr(sizes, self.inner), tp_rank, tp_size))]
 
 
 @dataclass(frozen=True)
@@ -248,8 +251,8 @@ class ColumnParallel(Mapping):
     def hf_shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
         return {self.hf: (getattr(sizes, self.rows), getattr(sizes, self.columns))}
 
-    def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[Part]:
-        return [Part(self.hf, *shard_bounds(getattr(sizes, self.rows), tp_rank, tp_size))]
+    def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[TensorPart]:
+        return [TensorPart(self.hf, *shard_bounds(getattr(sizes, self.rows), tp_rank, tp_size))]
 
 
 @dataclass(frozen=True)
@@ -261,8 +264,8 @@ class HeadParallel(Mapping):
     def hf_shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
         return {self.hf: (sizes.heads,)}
 
-    def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[Part]:
-        return [Part(self.hf, *shard_bounds(sizes.heads, tp_rank, tp_size))]
+    def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[TensorPart]:
+        return [TensorPart(self.hf, *shard_bounds(sizes.heads, tp_rank, tp_size))]
 
 
 @dataclass(frozen=True)
@@ -275,9 +278,9 @@ class VocabParallel(Mapping):
     def hf_shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
         return {self.hf: (sizes.vocab, sizes.hidden)}
 
-    def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[Part]:
+    def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[TensorPart]:
         start, stop = (min(row, sizes.vocab) for row in (rows * tp_rank, rows * (tp_rank + 1)))
-        pieces = [Part(self.hf, start, stop), Part(None, 0, rows - (stop - start))]
+        pieces = [TensorPart(self.hf, start, stop), TensorPart(None, 0, rows - (stop - start))]
         return [part for part in pieces if len(part)]
 
 
@@ -293,9 +296,9 @@ class GatedMLP(Mapping):
     def hf_shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
         return {name: (getattr(sizes, self.inner), sizes.hidden) for name in (self.gate, self.up)}
 
-    def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[Part]:
+    def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[TensorPart]:
         share = shard_bounds(getattr(sizes, self.inner), tp_rank, tp_size)
-        return [Part(self.gate, *share), Part(self.up, *share)]
+        return [TensorPart(self.gate, *share), TensorPart(self.up, *share)]
 
 
 @dataclass(frozen=True)
@@ -309,10 +312,10 @@ class StackedGatedMLP(Mapping):
     def hf_shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
         return {self.hf: (2 * getattr(sizes, self.inner), sizes.hidden)}
 
-    def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[Part]:
+    def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[TensorPart]:
         inner = getattr(sizes, self.inner)
         start, stop = shard_bounds(inner, tp_rank, tp_size)
-        return [Part(self.hf, start, stop), Part(self.hf, inner + start, inner + stop)]
+        return [TensorPart(self.hf, start, stop), TensorPart(self.hf, inner + start, inner + stop)]
 
 
 @dataclass(frozen=True)
@@ -333,7 +336,7 @@ class QKV(Mapping):
         rows = {self.query: sizes.query, self.key: sizes.key_value, self.value: sizes.key_value}
         return {name: (out,) if self.bias else (out, sizes.hidden) for name, out in rows.items()}
 
-    def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[Part]:
+    def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[TensorPart]:
         start, stop = shard_bounds(sizes.query + 2 * sizes.key_value, tp_rank, tp_size)
         pieces = []
         position = 0
@@ -341,17 +344,17 @@ class QKV(Mapping):
             low = max(start - position, 0)
             high = min(stop - position, len(block))
             if low < high:
-                pieces.append(Part(block.hf, block.start + low, block.start + high))
+                pieces.append(TensorPart(block.hf, block.start + low, block.start + high))
             position += len(block)
         return pieces
 
-    def _blocks(self, sizes: Sizes) -> Iterator[Part]:
+    def _blocks(self, sizes: Sizes) -> Iterator[TensorPart]:
         queries = sizes.query // sizes.groups
         head = sizes.head_dim
         for group in range(sizes.groups):
-            yield Part(self.query, group * queries, (group + 1) * queries)
-            yield Part(self.key, group * head, (group + 1) * head)
-            yield Part(self.value, group * head, (group + 1) * head)
+            yield TensorPart(self.query, group * queries, (group + 1) * queries)
+            yield TensorPart(self.key, group * head, (group + 1) * head)
+            yield TensorPart(self.value, group * head, (group + 1) * head)
 
 
 @dataclass(frozen=True)
@@ -363,17 +366,17 @@ class GatedQKV(QKV):
         shapes = super().hf_shapes(sizes)
         return shapes | {self.query: (2 * sizes.query, *shapes[self.query][1:])}
 
-    def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[Part]:
+    def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[TensorPart]:
         # megatron-core needs complete groups on each rank if the output has a gate
         groups = range(*shard_bounds(sizes.groups, tp_rank, tp_size))
         return list(chain.from_iterable(self._group(sizes, group) for group in groups))
 
-    def _group(self, sizes: Sizes, group: int) -> Iterator[Part]:
+    def _group(self, sizes: Sizes, group: int) -> Iterator[TensorPart]:
         heads = sizes.heads // sizes.groups
         dim = sizes.head_dim
         for offset in (0, dim):
             for head in range(group * heads, (group + 1) * heads):
                 start = 2 * head * dim + offset
-                yield Part(self.query, start, start + dim)
+                yield TensorPart(self.query, start, start + dim)
         for name in (self.key, self.value):
-            yield Part(name, group * dim, (group + 1) * dim)
+            yield TensorPart(name, group * dim, (group + 1) * dim)

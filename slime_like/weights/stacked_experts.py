@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import ClassVar, TypeVar
 
-from slime_like.weights.mappings import ExpertSlice, Mapping, Part, Sizes, shard_bounds
+from slime_like.weights.mappings import ExpertSlice, Mapping, Sizes, TensorPart, shard_bounds
 
 S = TypeVar("S", bound="StackedExpert")
 
@@ -36,9 +36,9 @@ class StackedGateUp(StackedExpert):
     def shard_shape(self, sizes: Sizes, rows: int) -> tuple[int, ...]:
         return (rows,) if self.bias else (rows, sizes.hidden)
 
-    def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[Part]:
+    def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[TensorPart]:
         share = shard_bounds(sizes.expert_ffn, tp_rank, tp_size)
-        return [Part(self.hf, *share, ExpertSlice(self.expert, first, 2)) for first in (0, 1)]
+        return [TensorPart(self.hf, *share, ExpertSlice(self.expert, first, 2)) for first in (0, 1)]
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,9 @@ class StackedDown(StackedExpert):
     def shard_shape(self, sizes: Sizes, rows: int) -> tuple[int, ...]:
         return (sizes.hidden, rows)
 
-    def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[Part]:
+    def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[TensorPart]:
         share = shard_bounds(sizes.expert_ffn, tp_rank, tp_size)
-        return [Part(self.hf, *share, ExpertSlice(self.expert))]
+        return [TensorPart(self.hf, *share, ExpertSlice(self.expert))]
 
 
 @dataclass(frozen=True)
@@ -70,5 +70,5 @@ class StackedDownBias(StackedExpert):
     def shard_shape(self, sizes: Sizes, rows: int) -> tuple[int, ...]:
         return (rows,)
 
-    def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[Part]:
-        return [Part(self.hf, 0, sizes.hidden, ExpertSlice(self.expert))]
+    def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[TensorPart]:
+        return [TensorPart(self.hf, 0, sizes.hidden, ExpertSlice(self.expert))]

@@ -96,7 +96,7 @@ def errors_are_agreed(rank: int, world_size: int, arguments: dict[str, Any]) -> 
     ]
     host, layout = Host(rank), SimpleNamespace(rank=rank, world_size=world_size)
     source = Source(commands) if rank == 0 else None
-    worker.Worker(host, layout).serve(source)  # type: ignore[arg-type]
+    worker.ModelWorker(host, layout).serve(source)  # type: ignore[arg-type]
     answers = (
         []
         if source is None
@@ -119,7 +119,7 @@ def a_rank_is_left_in_a_collective(rank: int, world_size: int, arguments: dict[s
     """Rank 1 fails before a collective that rank 0 is in: rank 1 does not wait for ever, it ends."""
     worker.AGREE_S = 1.0
     started = time.monotonic()
-    loop = worker.Worker(Host(rank), SimpleNamespace(rank=rank, world_size=world_size))  # type: ignore[arg-type]
+    loop = worker.ModelWorker(Host(rank), SimpleNamespace(rank=rank, world_size=world_size))  # type: ignore[arg-type]
     if rank == 0:
         time.sleep(2.5)  # as if in the collective
         return {}

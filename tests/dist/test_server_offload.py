@@ -19,7 +19,7 @@ from slime_like.cli.tiny_model import save_model  # noqa: E402
 from slime_like.megatron.checkpoint import save  # noqa: E402
 from slime_like.megatron.init import process_groups  # noqa: E402
 from slime_like.megatron.offload import storages_of  # noqa: E402
-from slime_like.tinker.worker import Worker  # noqa: E402
+from slime_like.tinker.worker import ModelWorker  # noqa: E402
 from slime_like.tinker.worker_backend import ModelHost  # noqa: E402
 from tests.dist.lora_critic_worker import critic_command  # noqa: E402
 
@@ -189,7 +189,7 @@ def test_a_model_is_lost_by_a_load_only_if_something_was_read_into_it(
     run = parse_args(["--hf-checkpoint", str(model), *flags], 1, SERVER)
     with process_groups(run.parallel, virtual_stages=None, seed=run.model.seed) as layout:
         host = ModelHost(run, layout)
-        loop = Worker(host, layout)
+        loop = ModelWorker(host, layout)
         made = {"model": "m", "role": "policy", "policy": None, "lora": None}
         assert loop.execute({"op": "create", **made})["ok"]
         assert loop.execute({"op": "save", "model": "m", "folder": str(tmp_path)})["ok"]
@@ -217,7 +217,7 @@ def test_a_full_disk_is_reported_in_the_words_of_the_server(
     run = parse_args(["--hf-checkpoint", str(model)], 1, SERVER)
     with process_groups(run.parallel, virtual_stages=None, seed=run.model.seed) as layout:
         host = ModelHost(run, layout)
-        loop = Worker(host, layout)
+        loop = ModelWorker(host, layout)
         made = {"model": "m", "role": "policy", "policy": None, "lora": None}
         assert loop.execute({"op": "create", **made})["ok"]
         answer = loop.execute({"op": "save", "model": "m", "folder": str(tmp_path)})

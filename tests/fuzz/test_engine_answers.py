@@ -17,7 +17,7 @@ from slime_like.engines.base import GenerateRequest, SamplingParams
 from slime_like.sglang import control_answers
 from slime_like.sglang.protocol import (
     Legal,
-    Refused,
+    RefusedByServer,
     read_generation,
     read_input_tokens,
     read_scores,
@@ -115,7 +115,7 @@ def sentence_of(read: Callable[[], Any]) -> str | None:
     """The sentence of what is refused, None where something was read. Anything else is raised."""
     try:
         read()
-    except (InvalidResponse, Refused) as refusal:
+    except (InvalidResponse, RefusedByServer) as refusal:
         words = str(refusal)
         assert words and words.isprintable() and len(words) < 2000, words
         return words

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_patches.packed_ops import FusedRMSNorm, RMSNorm, Rotation
+from megatron_patches.packed_ops import FusedRMSNorm, PackedRMSNorm, Rotation
 
 EPS = 1e-6
 
@@ -19,7 +19,7 @@ def of_torch(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def lean(x: Tensor, weight: Tensor) -> Tensor:
-    norm = RMSNorm(x.size(-1), eps=EPS)
+    norm = PackedRMSNorm(x.size(-1), eps=EPS)
     return torch.func.functional_call(norm, {"weight": weight}, (x,))
 
 

@@ -21,14 +21,14 @@ import pytest
 
 from slime_like.rewards import code, confinement, sandbox
 from slime_like.rewards.grader import UNFIT, Grader
-from slime_like.rewards.sandbox import Limits
+from slime_like.rewards.sandbox import SandboxLimits
 from slime_like.types import SampleStatus
 from tests.unit.test_rewards_grader import make
 
 pytestmark = pytest.mark.skipif(sandbox.problem() is not None, reason=str(sandbox.problem()))
 
 # A deadline that a busy machine meets too; tests of the deadline set one of their own.
-run = functools.partial(sandbox.run, limits=Limits(wall_s=120))
+run = functools.partial(sandbox.run, limits=SandboxLimits(wall_s=120))
 
 
 def outside(program: str) -> str:
@@ -77,13 +77,15 @@ def test_a_program_runs_with_its_input() -> None:
     ],
 )
 def test_how_it_ends(program: str, check: str | None, status: str) -> None:
-    outcome = run(program, check=check, limits=Limits(wall_s=0.7 if status == "timeout" else 120))
+    outcome = run(
+        program, check=check, limits=SandboxLimits(wall_s=0.7 if status == "timeout" else 120)
+    )
     assert outcome.status == status, outcome
     assert outcome.seconds < 0.7 + 100
 
 
 def test_processor_time_ends_a_program_before_its_deadline() -> None:
-    outcome = run("while True: pass", limits=Limits(wall_s=30, cpu_s=1))
+    outcome = run("while True: pass", limits=SandboxLimits(wall_s=30, cpu_s=1))
     assert outcome.status == "killed" and outcome.seconds < 29
 
 
@@ -118,7 +120,7 @@ def test_a_fork_bomb_makes_no_process() -> None:
     assert (
         run(
             "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass",
-            limits=Limits(wall_s=0.5),
+            limits=SandboxLimits(wall_s=0.5),
         ).status
         == "timeout"
     )
@@ -224,7 +226,7 @@ def test_it_dies_with_its_parent(tmp_path: Path) -> None:
             sys.executable,
             "-c",
             "from slime_like.rewards.sandbox import *; run('while True: pass', "
-            "limits=Limits(wall_s=60, cpu_s=60))",
+            "limits=SandboxLimits(wall_s=60, cpu_s=60))",
         ]
     )
     children: list[str] = []

@@ -7,10 +7,10 @@ import functools
 import pytest
 
 from slime_like.rewards import sandbox
-from slime_like.rewards.sandbox import Limits
+from slime_like.rewards.sandbox import SandboxLimits
 
 pytestmark = pytest.mark.skipif(sandbox.problem() is not None, reason=str(sandbox.problem()))
-run = functools.partial(sandbox.run, limits=Limits(wall_s=60))
+run = functools.partial(sandbox.run, limits=SandboxLimits(wall_s=60))
 
 # program, statements that pass
 HONEST = {
@@ -194,7 +194,7 @@ def test_a_program_sees_nothing_of_its_test() -> None:
 
 def test_a_program_that_waits_is_ended_with_its_test() -> None:
     outcome = sandbox.run(
-        "import time\ndef f(x): time.sleep(100)", check=TEST, limits=Limits(wall_s=0.7)
+        "import time\ndef f(x): time.sleep(100)", check=TEST, limits=SandboxLimits(wall_s=0.7)
     )
     assert outcome.status == "timeout" and outcome.seconds < 60
     assert run("def f(x): return x * x", check=TEST).status == "ok"

@@ -82,7 +82,7 @@ def test_every_attempt_is_refused(
             "OUTSIDE = False\n" + around + ATTEMPTS,
             "",
             None,
-            sandbox.Limits(wall_s=60, cpu_s=60),
+            sandbox.SandboxLimits(wall_s=60, cpu_s=60),
         )
     finally:
         zygote.close()
@@ -181,7 +181,7 @@ def test_threads_are_counted() -> None:
         "        made += 1\n"
         "except RuntimeError:\n    pass\nprint(made, flush=True)\nos._exit(0)"
     )
-    assert int(sandbox.run(bomb, limits=sandbox.Limits(wall_s=120)).stdout) < 64
+    assert int(sandbox.run(bomb, limits=sandbox.SandboxLimits(wall_s=120)).stdout) < 64
 
 
 EVALUATING = ("puzzle24", "countdown", "polynomial_multiplication", "simple_integration")

@@ -68,9 +68,11 @@ def test_nothing_is_left_for_the_next_program() -> None:
     try:
         for leave, look in TRACES.items():
             zygote.run(
-                IMPORTS + HELP + leave + "\nos._exit(0)", "", None, sandbox.Limits(wall_s=60)
+                IMPORTS + HELP + leave + "\nos._exit(0)", "", None, sandbox.SandboxLimits(wall_s=60)
             )
-            there = zygote.run(f"{IMPORTS}{HELP}print({look})", "", None, sandbox.Limits(wall_s=60))
+            there = zygote.run(
+                f"{IMPORTS}{HELP}print({look})", "", None, sandbox.SandboxLimits(wall_s=60)
+            )
             assert (there.status, there.stdout) == ("ok", "True\n"), (leave, there)
     finally:
         zygote.close()

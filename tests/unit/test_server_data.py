@@ -11,12 +11,12 @@ from pydantic import ValidationError
 from tinker import types
 
 from slime_like.tinker import proto
-from slime_like.tinker.data import Limits, check_forward_backward
+from slime_like.tinker.data import DataLimits, check_forward_backward
 from slime_like.tinker.errors import Refused
 from slime_like.tinker.losses import served_loss
 from slime_like.tinker.schemas import AdamParams
 
-LIMITS = Limits(vocab_size=50, max_length=32, max_tokens=200)
+LIMITS = DataLimits(vocab_size=50, max_length=32, max_tokens=200)
 
 
 def request(targets: Any, weights: Any | None, loss: str = "cross_entropy", length: int = 4) -> Any:

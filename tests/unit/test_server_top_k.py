@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from slime_like.engines.base import GenerateRequest, SamplingParams
 from slime_like.engines.local.engine import LocalEngine
-from slime_like.tinker.data import Limits
+from slime_like.tinker.data import DataLimits
 from slime_like.tinker.errors import Refused
 from slime_like.tinker.results import sample_output
 from slime_like.tinker.sampler import SampleCommand, add_top_tokens, plain_output, top_tokens
@@ -73,7 +73,7 @@ def test_top_k_log_probs_are_those_of_log_softmax(tmp_path: Path) -> None:
 
 
 def test_too_many_top_k_log_probs_are_refused() -> None:
-    limits = Limits(vocab_size=100, max_length=32, max_tokens=64)
+    limits = DataLimits(vocab_size=100, max_length=32, max_tokens=64)
     body = {
         "sampling_session_id": "s",
         "seq_id": 0,

@@ -21,7 +21,7 @@ from slime_like.compat.slime.samples import (
     to_slime,
     to_slime_groups,
 )
-from slime_like.compat.slime.user_source import UserSource
+from slime_like.compat.slime.user_source import SlimeUserSource
 from slime_like.data.group_buffer import ChooseWaiting, GroupBuffer, PendingGroup
 from slime_like.rollout.episode import Model, Respond, SampleHook
 from slime_like.rollout.evaluate import Evaluator
@@ -160,7 +160,7 @@ class SlimeAdapter:
         function: Function | None,
         name: str,
         rollouter: Rollouter,
-        prompts: GroupBuffer | UserSource | None,
+        prompts: GroupBuffer | SlimeUserSource | None,
         evaluator: Evaluator | None,
     ) -> RolloutFunction:
         """Adapt ``function(args, rollout_id, data_source, evaluation=False)``; None:
@@ -168,9 +168,9 @@ class SlimeAdapter:
         call = generate_rollout if function is None else function
         return RolloutFunction(call, name, self._config, rollouter, prompts, evaluator)
 
-    def data_source(self, make: Function, name: str) -> UserSource:
-        """Adapt ``Class(args)``, see `UserSource`."""
-        return UserSource(make, name, self._config)
+    def data_source(self, make: Function, name: str) -> SlimeUserSource:
+        """Adapt ``Class(args)``, see `SlimeUserSource`."""
+        return SlimeUserSource(make, name, self._config)
 
 
 def accepted(function: Function, values: dict[str, object]) -> dict[str, object]:

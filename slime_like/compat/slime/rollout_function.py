@@ -18,7 +18,7 @@ from slime_like.compat.slime.data_source import DataSource
 from slime_like.compat.slime.function_results import Expected, read_eval_output, read_train_output
 from slime_like.compat.slime.rollout_context import RolloutContext
 from slime_like.compat.slime.samples import slime_args
-from slime_like.compat.slime.user_source import UserSource
+from slime_like.compat.slime.user_source import SlimeUserSource
 from slime_like.data.group_buffer import GroupBuffer, PendingGroup
 from slime_like.distributed.collectives import from_rank_zero_within
 from slime_like.rollout.collector import Collected
@@ -40,7 +40,7 @@ class RolloutFunction:
         name: str,
         config: RunConfig,
         rollouter: Rollouter,
-        prompts: GroupBuffer | UserSource | None,
+        prompts: GroupBuffer | SlimeUserSource | None,
         evaluator: Evaluator | None,
     ) -> None:
         """
@@ -56,7 +56,7 @@ class RolloutFunction:
         self.name = name
         self.args = slime_args(config)
         self.buffer = prompts if isinstance(prompts, GroupBuffer) else None
-        self._source = prompts if isinstance(prompts, UserSource) else None
+        self._source = prompts if isinstance(prompts, SlimeUserSource) else None
         self._function = function
         self._config = config
         self._rollouter = rollouter

@@ -15,7 +15,7 @@ METHODS = ("get_samples", "add_samples", "save", "load", "__len__")
 Result = TypeVar("Result")
 
 
-class UserSource:
+class SlimeUserSource:
     """See `rollout.hooks.UserSource`. All methods are collectives."""
 
     def __init__(self, make: Callable[..., Any], name: str, config: RunConfig) -> None:

@@ -25,7 +25,7 @@ from slime_like.sglang.http import RequestFailed, async_client, post_once
 from slime_like.sglang.node_agent import NodeAgent
 from slime_like.sglang.protocol import (
     Legal,
-    Refused,
+    RefusedByServer,
     generation_body,
     max_response_bytes,
     read_generation,
@@ -222,7 +222,7 @@ class SglangEngine(RolloutEngine):
                 results.append((worker.url, succeeded))
             elif isinstance(failures[0], RequestFailed):
                 self.pool.evict(worker, f"no answer after a weight update: {failures[0]}")
-            elif isinstance(failures[0], InvalidResponse | Refused):
+            elif isinstance(failures[0], InvalidResponse | RefusedByServer):
                 raise RunError(
                     f"the engine {worker.url} gives a wrong answer after a weight update: "
                     f"{failures[0]}"

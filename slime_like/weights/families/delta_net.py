@@ -17,10 +17,10 @@ from slime_like.weights.families.base import ATTENTION, HF_ATTENTION, ConfigRead
 from slime_like.weights.mappings import (
     GatedQKV,
     Mapping,
-    Part,
     Replicated,
     RowParallel,
     Sizes,
+    TensorPart,
     shard_bounds,
 )
 
@@ -85,10 +85,10 @@ class ByGroup(Mapping):
     group."""
 
     @abstractmethod
-    def group(self, sizes: Sizes, group: int) -> Iterator[Part]:
+    def group(self, sizes: Sizes, group: int) -> Iterator[TensorPart]:
         """The rows of one group."""
 
-    def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[Part]:
+    def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[TensorPart]:
         groups = range(*shard_bounds(sizes.delta_groups, tp_rank, tp_size))
         return list(chain.from_iterable(self.group(sizes, group) for group in groups))
 
@@ -97,12 +97,12 @@ def heads_of_group(sizes: Sizes) -> int:
     return sizes.delta_heads // sizes.delta_groups
 
 
-def _rows(hf: str, start: int, size: int, group: int) -> Part:
+def _rows(hf: str, start: int, size: int, group: int) -> TensorPart:
     """Rows of one group in a section that starts at row `start`."""
-    return Part(hf, start + group * size, start + (group + 1) * size)
+    return TensorPart(hf, start + group * size, start + (group + 1) * size)
 
 
-def _query_key_value(hf: str, sizes: Sizes, group: int) -> Iterator[Part]:
+def _query_key_value(hf: str, sizes: Sizes, group: int) -> Iterator[TensorPart]:
     """Rows of one group in a tensor with all queries, then all keys, then all values."""
     keys = sizes.delta_groups * sizes.delta_key
     yield _rows(hf, 0, sizes.delta_key, group)
@@ -129,7 +129,7 @@ class DeltaProjection(ByGroup):
             self.ba: (2 * sizes.delta_heads, sizes.hidden),
         }
 
-    def group(self, sizes: Sizes, group: int) -> Iterator[Part]:
+    def group(self, sizes: Sizes, group: int) -> Iterator[TensorPart]:
         rows = _all_query_key_value(sizes) + sizes.delta_output
         yield _rows(self.qkvz, 0, rows // sizes.delta_groups, group)
         yield _rows(self.ba, 0, 2 * heads_of_group(sizes), group)
@@ -154,7 +154,7 @@ class DeltaProjections(ByGroup):
         }
         return {name: (size, sizes.hidden) for name, size in rows.items()}
 
-    def group(self, sizes: Sizes, group: int) -> Iterator[Part]:
+    def group(self, sizes: Sizes, group: int) -> Iterator[TensorPart]:
         heads = heads_of_group(sizes)
         yield from _query_key_value(self.qkv, sizes, group)
         yield _rows(self.z, 0, heads * sizes.delta_value, group)
@@ -171,7 +171,7 @@ class DeltaConv(ByGroup):
     def hf_shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
         return {self.hf: (_all_query_key_value(sizes), 1, sizes.delta_taps)}
 
-    def group(self, sizes: Sizes, group: int) -> Iterator[Part]:
+    def group(self, sizes: Sizes, group: int) -> Iterator[TensorPart]:
         yield from _query_key_value(self.hf, sizes, group)
 
 
@@ -184,7 +184,7 @@ class PerValueHead(ByGroup):
     def hf_shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
         return {self.hf: (sizes.delta_heads,)}
 
-    def group(self, sizes: Sizes, group: int) -> Iterator[Part]:
+    def group(self, sizes: Sizes, group: int) -> Iterator[TensorPart]:
         yield _rows(self.hf, 0, heads_of_group(sizes), group)
 
 
