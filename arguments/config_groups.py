@@ -49,6 +49,18 @@ class ConfigGroups:
     world_size: int
 
     @property
+    def rewards_are_zero(self) -> bool:
+        """Whether no sample gets a reward: --rm-type zero, and neither an agent nor a function of
+        the user gives one."""
+        return (
+            self.reward.rm_type == "zero"
+            and not self.agents.given
+            and self.scheduling.custom_generate_function_path is None
+            and self.scheduling.rollout_function_path is None
+            and self.algorithm.custom_reward_post_process_path is None
+        )
+
+    @property
     def reference_is_base(self) -> bool:
         """Whether the reference model is the base model without LoRA adapters."""
         ref = self.model.ref_load

@@ -203,6 +203,6 @@ DISTILLATION_RULES: tuple[Rule, ...] = (
 
 
 def warn_zero_reward(s: Settings) -> str | None:
-    if s.reward.rm_type == "zero" and s.generates and not s.distillation.use_opd:
+    if s.rewards_are_zero and s.generates and not s.distillation.use_opd:
         return "--rm-type zero without --use-opd: every reward is 0, there is nothing to learn from"
     return None

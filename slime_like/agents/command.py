@@ -26,6 +26,7 @@ from slime_like.checkpoints.scratch import scratch_folder
 from slime_like.rewards import confinement
 
 if TYPE_CHECKING:
+    from slime_like.agents.outputs import EpisodeOutputs
     from slime_like.agents.task import Task
 
 _BOOT = (
@@ -62,12 +63,19 @@ def not_apart() -> str | None:
     )
 
 
-async def run_command(command: Sequence[str], task: Task, *, apart: bool = True) -> float | None:
+async def run_command(
+    command: Sequence[str],
+    task: Task,
+    *,
+    apart: bool = True,
+    outputs: EpisodeOutputs | None = None,
+) -> float | None:
     """Run the program to its end.
 
     Args:
         command: The program and its arguments.
         apart: Separate it from the programs of other episodes (`apart.py`), where this host can.
+        outputs: Keeps what the program prints, however it ends.
         task: The task, written to `task.json` in its folder; gateway URL and key are in the
             environment variables that the SDKs read.
 
@@ -105,6 +113,8 @@ async def run_command(command: Sequence[str], task: Task, *, apart: bool = True)
             status = await process.wait()
         finally:
             kill_all(process.pid, task.api_key)
+            if outputs is not None:
+                outputs.write(task, output.fileno())
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             await asyncio.shield(process.wait())

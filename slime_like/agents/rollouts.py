@@ -10,6 +10,7 @@ import shlex
 from collections.abc import AsyncIterator, Awaitable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from arguments.rules.agents import worker_keys
@@ -28,6 +29,7 @@ from slime_like.agents.live_episodes import (
     reset_episode,
 )
 from slime_like.agents.loop_watch import LoopWatch
+from slime_like.agents.outputs import EpisodeOutputs
 from slime_like.agents.pausable_engine import PausableEngine
 from slime_like.agents.server import CONNECTIONS, Gateway
 from slime_like.agents.sessions import WAITING, Session, SessionLimits
@@ -327,16 +329,17 @@ class _Agent:
     tasks: TaskQueue | None = None
 
 
-def _make_agent(config: AgentsConfig) -> _Agent | None:
+def _make_agent(config: AgentsConfig, output_dir: Path) -> _Agent | None:
     if (path := config.agent_function_path) is not None:
         return _Agent(f"{AGENT_FUNCTION} {path}", load_function(path, AGENT_FUNCTION))
     if (line := config.agent_command) is not None:
         command = shlex.split(line)
         if config.agent_isolation and (problem := not_apart()) is not None:
             warn_rank_0(logger, f"{AGENT_COMMAND}: {problem}")
+        outputs = EpisodeOutputs(output_dir)
 
         async def play(task: Task) -> float | None:
-            return await run_command(command, task, apart=config.agent_isolation)
+            return await run_command(command, task, apart=config.agent_isolation, outputs=outputs)
 
         return _Agent(f"{AGENT_COMMAND} {line!r}", play)
     if (spec := config.agent_environment) is not None:
@@ -349,12 +352,16 @@ def _make_agent(config: AgentsConfig) -> _Agent | None:
 
 
 def agent_generate(
-    run: RunConfig, tokenizer: PreTrainedTokenizerBase, rank: int
+    run: RunConfig, tokenizer: PreTrainedTokenizerBase, rank: int, output_dir: Path
 ) -> AgentGenerate | None:
     """The agent runner of --agent-function-path, --agent-command, --agent-environment or
-    --agent-worker-keys; None without these. Raises ValueError naming the flag."""
+    --agent-worker-keys; None without these. Raises ValueError naming the flag.
+
+    Args:
+        output_dir: Of the run; gets what programs print.
+    """
     config = run.agents
-    agent = _make_agent(config)
+    agent = _make_agent(config, output_dir)
     if agent is None:
         return None
     end_ids = end_ids_of(run, tokenizer)

@@ -159,7 +159,7 @@ def make_rollouter(
     if run.agents.given:
         from slime_like.agents.rollouts import agent_generate
 
-        custom = agent_generate(run, tokenizer, dist.get_rank())
+        custom = agent_generate(run, tokenizer, dist.get_rank(), output_dir)
     return Rollouter(
         engine,
         Grader(**dataclasses.asdict(run.reward), settings=function_args(run)),

@@ -188,6 +188,6 @@ def make_strategy(run: RunConfig) -> Strategy:
         source="the engine" if path is None else f"--rollout-function-path {path}",
         max_failed=run.guards.max_failed_samples,
         max_abs_reward=run.reward.max_abs_reward,
-        reward_trains=run.reward.rm_type != "zero",
+        reward_trains=not run.rewards_are_zero,
         divides_by_mean=getattr(estimator, "divides_by_mean", False),
     )
