@@ -105,7 +105,7 @@ import json, sys
 sys.path.insert(0, sys.argv[1])
 from slime_like.rewards import sandbox
 try:
-    found = sandbox.run(sys.stdin.read(), limits=sandbox.Limits(wall_s=60, cpu_s=60))
+    found = sandbox.run(sys.stdin.read(), limits=sandbox.SandboxLimits(wall_s=60, cpu_s=60))
 except sandbox.SandboxError as error:
     print(json.dumps({"refused": str(error)}))
 else:
