@@ -37,6 +37,14 @@ class PreflightConfig(CheckedSettings):
     preflight_memory_gb: float = arg(
         80.0, "Memory of each GPU, in GB (10^9 bytes).", legal=POSITIVE, needs="preflight"
     )
+    preflight_gpu_hour_price: float | None = arg(
+        None,
+        "Price of one GPU for one hour, in any currency: the report then says what the training "
+        "costs.",
+        legal=POSITIVE,
+        aliases=("--gpu-hour-price",),
+        needs="preflight",
+    )
     preflight_machine: str = arg(
         "gpu",
         "Target of the planned job. gpu: GPUs with Transformer Engine and NCCL. here: what this "

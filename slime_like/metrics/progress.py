@@ -22,16 +22,17 @@ from slime_like.metrics.timers import STEP_SECONDS, PhaseTimer, phase_seconds
 SPARKS = "▁▂▃▄▅▆▇█"
 SPARK_WIDTH = 24
 ETA_WINDOW = 20  # the remaining time is estimated from the median of this many rollouts
-# label, metric, format; shown by both displays
+# label, metric, format, unit (nat: natural logarithm; L2: norm of the gradient before clipping;
+# tok: tokens), which a label may have already; shown by both displays
 _COLUMNS = (
-    ("reward", "rollout/reward_mean", "{:.4f}"),
-    ("kl", "train/kl", "{:.2e}"),
-    ("ppo_kl", "train/ppo_kl", "{:.2e}"),
-    ("entropy", "train/entropy", "{:.3f}"),
-    ("grad", "train/grad_norm", "{:.3f}"),
-    ("len", "rollout/response_length_mean", "{:.1f}"),
-    ("tok/s", "perf/tokens_per_s", "{:.0f}"),
-    ("step_s", STEP_SECONDS, "{:.2f}"),
+    ("reward", "rollout/reward_mean", "{:.4f}", ""),
+    ("kl", "train/kl", "{:.2e}", " nat"),
+    ("ppo_kl", "train/ppo_kl", "{:.2e}", " nat"),
+    ("entropy", "train/entropy", "{:.3f}", " nat"),
+    ("grad", "train/grad_norm", "{:.3f}", " L2"),
+    ("len", "rollout/response_length_mean", "{:.1f}", " tok"),
+    ("tok/s", "perf/tokens_per_s", "{:.0f}", ""),
+    ("step_s", STEP_SECONDS, "{:.2f}", ""),
 )
 
 
@@ -136,20 +137,22 @@ class Progress:
             return None
         return statistics.median(self._durations) * max(self._num_rollouts - self._done, 0)
 
-    def _numbers(self) -> list[tuple[str, str]]:
-        """(label, value) of the columns seen so far, then the mean of each evaluation set."""
+    def _numbers(self) -> list[tuple[str, str, str]]:
+        """(label, value, unit) of the columns seen so far, then the mean of each evaluation set."""
         latest = self._latest
         numbers = [
-            (label, form.format(latest[name])) for label, name, form in _COLUMNS if name in latest
+            (label, form.format(latest[name]), unit)
+            for label, name, form, unit in _COLUMNS
+            if name in latest
         ]
         for name in sorted(latest):
             if name.startswith("eval/") and name.endswith("/mean"):
-                numbers.append((name.removesuffix("/mean"), f"{latest[name]:.4f}"))
+                numbers.append((name.removesuffix("/mean"), f"{latest[name]:.4f}", ""))
         return numbers
 
     def _plain_line(self, metrics: Mapping[str, float]) -> str:
         width = len(str(self._num_rollouts))
-        numbers = "  ".join(f"{label} {value:>8}" for label, value in self._numbers())
+        numbers = "  ".join(f"{label} {value:>8}{unit}" for label, value, unit in self._numbers())
         phases = " ".join(f"{name} {value:.2f}" for name, value in phase_seconds(metrics).items())
         return (
             f"rollout {self._done:>{width}}/{self._num_rollouts}  {numbers}  eta "
@@ -173,10 +176,11 @@ class Progress:
             ),
         )
         body = Text("  ")
-        for label, value in self._numbers():
+        for label, value, unit in self._numbers():
             body.append(f"{label} ", style="dim")
             is_score = label == "reward" or label.startswith("eval/")
             body.append(value, style="bold green" if is_score else "")
+            body.append(unit, style="dim")
             if label == "reward":
                 body.append(f" {sparkline(self._rewards)}", style="green")
             body.append("   ")

@@ -14,6 +14,7 @@ from slime_like.preflight.memory import TRAINING, RankReport
 from slime_like.preflight.shape import ModelShape
 
 GB = 10**9
+HOUR_S = 3600
 REACHED = 0.4  # share of peak FLOP/s that a well-configured training step reaches
 
 
@@ -47,6 +48,27 @@ class Preflight:
     @property
     def fits(self) -> bool:
         return self.heaviest.peak <= self.limit
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of an optimizer step on H100s that reach a share of their peak."""
+        return self.flops / self.run.world_size / (REACHED * PEAK_TFLOPS["H100"] * TERA)
+
+    @property
+    def optimizer_steps(self) -> int | None:
+        """Of the whole run; None with --num-epoch, which depends on the number of prompts."""
+        rollouts = self.run.rollout.num_rollout
+        return None if rollouts is None else rollouts * self.batches.steps
+
+    @property
+    def training_s(self) -> float | None:
+        """Seconds of all optimizer steps, without sampling, evaluation and checkpoints."""
+        return None if self.optimizer_steps is None else self.optimizer_steps * self.step_s
+
+    def cost_of(self, seconds: float) -> float | None:
+        """What all GPUs cost for this long; None without a price."""
+        price = self.run.preflight.preflight_gpu_hour_price
+        return None if price is None else price * self.run.world_size * seconds / HOUR_S
 
     @property
     def verdict(self) -> str:
@@ -92,11 +114,11 @@ def _lines(result: Preflight) -> Iterator[str]:
         f"rank{used}; busiest data-parallel rank {batches.imbalance:.2f} of the mean; pipeline "
         f"bubble {result.bubble:.1%}"
     )
-    seconds = result.flops / run.world_size / (REACHED * PEAK_TFLOPS["H100"] * TERA)
     yield (
-        f"model: {result.flops / 1e15:.4g} PFLOP an optimizer step, {seconds:.3g} s on H100s that "
-        f"reach {REACHED:.0%} of their peak"
+        f"model: {result.flops / 1e15:.4g} PFLOP an optimizer step, {result.step_s:.3g} s on H100s "
+        f"that reach {REACHED:.0%} of their peak"
     )
+    yield from _time_and_cost(result)
     yield "collectives of an optimizer step, rank 0:"
     for each in result.collectives:
         yield (
@@ -117,6 +139,47 @@ def _lines(result: Preflight) -> Iterator[str]:
     if result.advice:
         yield "flags that help:"
         yield from (f"  {flags}" for flags in result.advice)
+
+
+def _time_and_cost(result: Preflight) -> Iterator[str]:
+    gpus = result.run.world_size
+    if result.optimizer_steps is not None and result.training_s is not None:
+        hours = result.training_s * gpus / HOUR_S
+        yield (
+            f"training: {result.optimizer_steps} optimizer steps in "
+            f"{duration(result.training_s)}, {amount(hours)} GPU hours; sampling, evaluation and "
+            "checkpoints come on top"
+        )
+    costs = [
+        f"{amount(cost)} {name}"
+        for name, seconds in (
+            ("an optimizer step", result.step_s),
+            ("for the training", result.training_s),
+            ("for each hour of the job", HOUR_S),
+        )
+        if seconds is not None and (cost := result.cost_of(seconds)) is not None
+    ]
+    if costs:
+        price = result.run.preflight.preflight_gpu_hour_price
+        yield f"cost at {price:g} a GPU hour, {gpus} GPUs: {', '.join(costs)}"
+
+
+def amount(value: float) -> str:
+    """Three digits, and all of a large number: "0.0123", "4.57", "12,346"."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def duration(seconds: float) -> str:
+    """As people say it: "42 s", "1 min 30 s", "3 h 5 min", "2 d 4 h"."""
+    units = (("d", 86400), ("h", HOUR_S), ("min", 60), ("s", 1))
+    left = max(round(seconds), 0)
+    parts = []
+    for name, size in units:
+        count, left = divmod(left, size)
+        parts.append((count, name))
+    first = next((i for i, (count, _) in enumerate(parts) if count), len(parts) - 1)
+    said = [f"{count} {name}" for count, name in parts[first : first + 2] if count]
+    return " ".join(said) or "less than 1 s"
 
 
 def _ranks(result: Preflight) -> Iterator[str]:
@@ -153,6 +216,10 @@ def json_of(result: Preflight) -> dict[str, object]:
         "batches": asdict(result.batches),
         "bubble": result.bubble,
         "flops": result.flops,
+        "step_s": result.step_s,
+        "optimizer_steps": result.optimizer_steps,
+        "training_s": result.training_s,
+        "training_cost": None if result.training_s is None else result.cost_of(result.training_s),
         "collectives": [asdict(each) for each in result.collectives],
         "planes": asdict(result.planes),
         "seconds": result.seconds,

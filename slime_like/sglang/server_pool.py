@@ -25,6 +25,7 @@ T = TypeVar("T")
 MAX_RESTARTS = 3  # restarts of one server per run
 MAX_WRONG_VERSIONS = 3  # evictions for wrong weight versions before a server stays out
 PROCESS_POLL_S = 0.5
+START_TICK_S = 10.0  # between two lines while servers start
 
 
 @dataclass(slots=True, eq=False)
@@ -98,7 +99,8 @@ class ServerPool:
     def start(self) -> None:
         """Wait until every server responds, then start health checks. Raises RunError naming those
         that do not."""
-        deadline = time.monotonic() + self.health.start_s
+        began = told = time.monotonic()
+        deadline = began + self.health.start_s
         waiting = list(self.workers)
         while waiting:
             for worker in waiting:
@@ -115,6 +117,9 @@ class ServerPool:
                     f"no answer from the engines {names} within {self.health.start_s:g} s "
                     "(--rollout-health-check-first-wait)\n" + "\n".join(map(log_tail, waiting))
                 )
+            if waiting and time.monotonic() - told >= START_TICK_S:
+                told = time.monotonic()
+                self._say_who_is_starting(waiting, told - began)
             if waiting:
                 time.sleep(0.25)
         for worker in self.workers:
@@ -124,6 +129,17 @@ class ServerPool:
             target=self._monitor_health, name="sglang-health", daemon=True
         )
         self._monitor.start()
+
+    def _say_who_is_starting(self, waiting: Sequence[Worker], elapsed_s: float) -> None:
+        """One line, so that a start of minutes does not look like a hang."""
+        logger.info(
+            "%d of %d engines answer after %.0f s (at most %g s); waiting for %s",
+            len(self.workers) - len(waiting),
+            len(self.workers),
+            elapsed_s,
+            self.health.start_s,
+            ", ".join(worker.url for worker in waiting),
+        )
 
     def alive(self) -> list[Worker]:
         with self.lock:

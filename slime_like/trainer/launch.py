@@ -181,6 +181,14 @@ def train_watched(
         return fail(error, layout, output_dir)
 
 
+def processes_of(layout: ParallelLayout) -> str:
+    """How the processes share the work, for the first line of a run: "TP2 PP1 CP1 DP1, 2
+    processes". One process shares nothing."""
+    if layout.world_size == 1:
+        return "1 process"
+    return f"{layout.describe()}, {layout.world_size} processes"
+
+
 def train_in(
     output_dir: Path, config: RunConfig, layout: ParallelLayout, activity: Activity, startup: Say
 ) -> int:
@@ -190,9 +198,8 @@ def train_in(
         if layout.rank == 0:
             log_into(output_dir)
         logger.info(
-            "slime_like: %s, %d process(es), writing %s",
-            layout.describe(),
-            layout.world_size,
+            "slime_like: %s, writing %s",
+            processes_of(layout),
             output_dir,
         )
         if layout.rank == 0:

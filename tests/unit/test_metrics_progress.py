@@ -95,9 +95,21 @@ def test_plain_lines_are_aligned_and_complete(clock: Clock) -> None:
     assert len(lines) == 12
     assert len(set(map(len, lines))) == 1
     assert re.match(
-        r"rollout  2/12  reward +0\.2500  kl +nan  step_s +2\.00  eval/sums +0\.1250  "
+        r"rollout  2/12  reward +0\.2500  kl +nan nat  step_s +2\.00  eval/sums +0\.1250  "
         r"eta +0:00:20  \[generate 2\.00\]$",
         lines[1],
+    )
+
+
+def test_numbers_have_their_units(clock: Clock) -> None:
+    """Either the label has it (tok/s, step_s), or it follows the number; scores have none."""
+    stream = io.StringIO()
+    with Progress(1, show=True, console=Console(file=stream)) as progress:
+        metrics = {"train/ppo_kl": 4.63e-3, "train/entropy": 1.372, "train/grad_norm": 1.869}
+        progress.rollout_done(0, {"rollout/response_length_mean": 5.0, **metrics})
+    assert (
+        "ppo_kl 4.63e-03 nat  entropy    1.372 nat  grad    1.869 L2  len      5.0 tok  eta"
+        in stream.getvalue()
     )
 
 

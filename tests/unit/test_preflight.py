@@ -28,7 +28,7 @@ from slime_like.preflight.fake_world import world_as_rank  # noqa: E402
 from slime_like.preflight.memory import head_bytes, micro_batches_in_flight  # noqa: E402
 from slime_like.preflight.one_rank import build_rank, gradient_bytes  # noqa: E402
 from slime_like.preflight.passes import run_stage  # noqa: E402
-from slime_like.preflight.report import text_of  # noqa: E402
+from slime_like.preflight.report import duration, json_of, text_of  # noqa: E402
 from slime_like.preflight.search import Layout, search, with_layout  # noqa: E402
 from slime_like.preflight.shape import shape_of  # noqa: E402
 from tests.unit.command_lines import HF_CONFIG, complete, problems_of  # noqa: E402
@@ -258,6 +258,35 @@ def test_a_budget_below_the_longest_sample_says_what_holds_it(tmp_path: Path) ->
     match = re.search(r"\(the longest samples exceed it: --max-tokens-per-gpu (\d+) holds", text)
     assert match is not None, text
     assert "exceed it" not in text_of(check(tiny(tmp_path, *words, match[1])))
+
+
+def test_time_and_cost_of_the_training(tmp_path: Path) -> None:
+    """The price is of a GPU, the time of the job; sampling is not in it."""
+    words = ("--num-steps-per-rollout", "2", "--num-rollout", "100")
+    free = check(tiny(tmp_path, *words, world=2))
+    assert free.optimizer_steps == 200 and free.cost_of(3600) is None
+    assert "\ntraining: 200 optimizer steps in" in text_of(free) and "cost at" not in text_of(free)
+    paid = check(tiny(tmp_path, *words, "--gpu-hour-price", "2.5", world=2))
+    seconds = free.flops / 2 / (0.4 * 989.4e12)
+    assert paid.step_s == pytest.approx(seconds, rel=0.01)
+    assert paid.cost_of(7200) == pytest.approx(2.5 * 2 * 2)
+    assert json_of(paid)["training_cost"] == pytest.approx(2.5 * 2 * 200 * seconds / 3600, rel=0.01)
+    line = next(line for line in text_of(paid).splitlines() if line.startswith("cost"))
+    assert line.startswith("cost at 2.5 a GPU hour, 2 GPUs: ") and "5 for each hour" in line
+    argv = complete(tmp_path, "--num-epoch", "1", "--preflight", without=("--num-rollout",))
+    epochs = check(parse_args(argv, 1))
+    assert epochs.training_s is None and "\ntraining:" not in text_of(epochs)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [
+        *((0.2, "less than 1 s"), (42.4, "42 s"), (59.7, "1 min"), (90, "1 min 30 s")),
+        *((11_100, "3 h 5 min"), (3600, "1 h"), (3605, "1 h"), (187_200, "2 d 4 h")),
+    ],
+)
+def test_durations_as_people_say_them(seconds: float, said: str) -> None:
+    assert duration(seconds) == said
 
 
 def test_gradient_buffers_count_once(tmp_path: Path) -> None:

@@ -22,8 +22,10 @@ from slime_like.engines.base import GenerateOutput, GenerateRequest, SamplingPar
 from slime_like.engines.local.engine import LocalEngine
 from slime_like.engines.sglang.engine import SglangEngine
 from slime_like.errors import RunError
+from slime_like.sglang import server_pool
 from slime_like.sglang.http import ControlClient, RequestFailed
 from slime_like.sglang.router import Router
+from slime_like.sglang.server_pool import HealthSettings, ServerPool
 from slime_like.weight_sync.servers import UpdateIncomplete
 from tests.fake_sglang import (
     ATTEMPTS,
@@ -51,6 +53,24 @@ REQUESTS = [GenerateRequest(10 + i, (3 + i, 5, 7), seed=100 + i) for i in range(
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return make_served_model(tmp_path_factory.mktemp("model"), seed=0)
+
+
+def test_servers_that_start_slowly_are_told_about(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A start of minutes must not look like a hang: who is waited for, how long, and until when."""
+    monkeypatch.setattr(server_pool, "START_TICK_S", 0.3)
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))  # nobody listens: connections are refused
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        pool = ServerPool([url], [], None, HealthSettings(start_s=1.5, timeout_s=0.5), 1.0)
+        with caplog.at_level("INFO"), pytest.raises(RunError, match="no answer from the engines"):
+            pool.start()
+        pool.close()
+    ticks = [text for text in caplog.messages if "engines answer after" in text]
+    assert 2 <= len(ticks) <= 5
+    assert ticks[0].startswith("0 of 1 engines answer") and ticks[0].endswith(f"waiting for {url}")
+    assert "at most 1.5 s" in ticks[0]
 
 
 def expected(model: str) -> list[GenerateOutput]:
