@@ -45,7 +45,7 @@ from arguments.rules.network import NETWORK_RULES
 from arguments.rules.profiling import PROFILING_RULES
 from arguments.rules.scheduling import SCHEDULING_RULES
 from arguments.rules.server import reject_server_flags
-from arguments.rules.sglang import SGLANG_RULES
+from arguments.rules.sglang import SGLANG_RULES, warn_few_servers
 from arguments.rules.slime import SLIME_RULES
 from arguments.rules.training import (
     LEARNING_RATE_RULES,
@@ -201,6 +201,7 @@ WARNINGS: tuple[Warn, ...] = (
     warn_gmpo_advantages,
     warn_sapo_baseline,
     warn_unused_advantage_settings,
+    warn_few_servers,
     warn_zero_reward,
     *MOE_WARNINGS,
     *OPTIMIZER_WARNINGS,

@@ -188,6 +188,20 @@ def unknown_settings(
     return problems
 
 
+def warn_few_servers(s: Settings) -> str | None:
+    """Servers on a part of the GPUs that they share with the trainer."""
+    gpus = s.sglang.rollout_num_gpus
+    if not (uses_sglang(s) and s.sglang.colocate and s.generates and gpus):
+        return None
+    if gpus >= s.world_size:
+        return None
+    return (
+        f"--rollout-num-gpus {gpus} with --colocate: servers on {gpus} of the trainer's "
+        f"{s.world_size} GPUs, the others wait while responses are generated; leave it out for "
+        "servers on all of them"
+    )
+
+
 def check_weight_transport(s: Settings) -> list[Problem]:
     g = s.sglang
     transport = s.sglang.update_weight_transport
@@ -195,7 +209,10 @@ def check_weight_transport(s: Settings) -> list[Problem]:
         return []
     problems = []
     if g.colocate and (g.rollout_num_gpus or 0) > s.world_size:
-        message = f"with --colocate must be at most the trainer's GPUs, {s.world_size}"
+        message = (
+            f"with --colocate servers share the trainer's GPUs, of which there are {s.world_size}; "
+            "leave it out for servers on all of them"
+        )
         problems += problem("rollout_num_gpus", g.rollout_num_gpus, message)
     if g.colocate and s.scheduling.async_rollout:
         message = (

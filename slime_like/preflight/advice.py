@@ -52,7 +52,7 @@ def flags_that_help(run: RunConfig, rank: RankReport, batches: PlannedBatches) -
         "reference": ["--ref-offload"],
         "server": [f"--sglang-mem-fraction-static {server_fraction(run) / 2:g}", *split],
         "messages with weights": ["--update-weight-buffer-size 268435456"],
-        "local engine": ["--rollout-engine sglang --rollout-num-gpus 8 --colocate"],
+        "local engine": ["--rollout-engine sglang --colocate"],
     }
     by_term |= dict.fromkeys(STATE, state)
     terms = rank.phases[rank.peak_phase]

@@ -28,6 +28,7 @@ from slime_like.preflight.one_rank import (
 )
 from slime_like.preflight.passes import Passes, run_stage
 from slime_like.preflight.shape import shape_of
+from slime_like.sglang.nodes import Node, place_servers
 
 RUNTIME = 2 * 10**9  # CUDA context, kernels and libraries on a data-centre GPU: an assumption
 # NCCL's buffers per group of more than one rank: an assumption (8 channels with 3 protocols, the
@@ -126,7 +127,7 @@ def report_rank(run: RunConfig, rank: int, batches: PlannedBatches) -> RankRepor
         layers=layers,
         layout=layout.describe(),
         parameters=number,
-        phases={TRAINING: training, **_other_phases(run, {**state, **fixed})},
+        phases={TRAINING: training, **_other_phases(run, rank, {**state, **fixed})},
         host=host,
         in_flight=in_flight,
         passes=passes,
@@ -231,14 +232,14 @@ def _offloaded(run: RunConfig) -> tuple[str, ...]:
     return ("weights", "gradients", "optimizer: fp32 parameters", "optimizer: moments", "critic")
 
 
-def _other_phases(run: RunConfig, resident: dict[str, int]) -> dict[str, dict[str, int]]:
+def _other_phases(run: RunConfig, rank: int, resident: dict[str, int]) -> dict[str, dict[str, int]]:
     """The phases of the weight update, with two weight buckets in flight, and of generation by
     servers on the same GPU."""
     phases = {}
     if engine_traits(run.rollout.rollout_engine).has_servers:
         buckets = 2 * run.sglang.update_weight_buffer_size
         phases[SYNC] = {**resident, "messages with weights": buckets}
-    if run.sglang.colocate:
+    if run.sglang.colocate and rank in ranks_with_servers(run):
         server = round(server_fraction(run) * run.preflight.preflight_memory_gb * 10**9)
         offloaded = _offloaded(run) if run.sglang.offload_train else ()
         remaining = {name: size for name, size in resident.items() if name not in offloaded}
@@ -256,6 +257,23 @@ def buffers_by_group(built: OneRank) -> dict[str, tuple[int, int]]:
         if buffers:
             sizes[name] = (sum(b.grad_data.nbytes for b in buffers), weights)
     return sizes
+
+
+def ranks_with_servers(run: RunConfig) -> set[int]:
+    """The ranks whose GPUs --colocate shares with servers. Raises RunError if they do not fit."""
+    each = run.preflight.preflight_gpus_per_node
+    nodes = [
+        Node(first, min(each, run.world_size - first), None, "", ())
+        for first in range(0, run.world_size, each)
+    ]
+    gpus = run.sglang.rollout_num_gpus or run.world_size
+    placed = place_servers(nodes, gpus, run.sglang.rollout_num_gpus_per_engine, colocate=True)
+    shares = [share for shares in placed for share in shares]
+    return {
+        share.node.rank + gpu
+        for share in shares
+        for gpu in range(share.first_gpu, share.first_gpu + share.gpus)
+    }
 
 
 def server_fraction(run: RunConfig) -> float:

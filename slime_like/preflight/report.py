@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 from arguments.run_config import RunConfig
+from slime_like.engines.registry import engine_traits
 from slime_like.preflight.batches import PlannedBatches
 from slime_like.preflight.communication import Collective, Planes
 from slime_like.preflight.flops import PEAK_TFLOPS, TERA
@@ -65,10 +66,16 @@ class Preflight:
         """Seconds of all optimizer steps, without sampling, evaluation and checkpoints."""
         return None if self.optimizer_steps is None else self.optimizer_steps * self.step_s
 
+    @property
+    def gpus(self) -> int:
+        """Of the trainer, and of the servers that the run starts on others."""
+        servers = self.run.sglang.rollout_num_gpus or 0
+        return self.run.world_size + (0 if self.run.sglang.colocate else servers)
+
     def cost_of(self, seconds: float) -> float | None:
         """What all GPUs cost for this long; None without a price."""
         price = self.run.preflight.preflight_gpu_hour_price
-        return None if price is None else price * self.run.world_size * seconds / HOUR_S
+        return None if price is None else price * self.gpus * seconds / HOUR_S
 
     @property
     def verdict(self) -> str:
@@ -99,6 +106,8 @@ def _lines(result: Preflight) -> Iterator[str]:
         f"preflight of {run.world_size} ranks, {result.ranks[0].layout}; "
         f"{shape.total / 1e9:.2f} billion parameters, {shape.active / 1e9:.2f} active"
     )
+    if (servers := _servers(run)) is not None:
+        yield servers
     yield from _ranks(result)
     used = ""
     if batches.used is not None:
@@ -142,7 +151,7 @@ def _lines(result: Preflight) -> Iterator[str]:
 
 
 def _time_and_cost(result: Preflight) -> Iterator[str]:
-    gpus = result.run.world_size
+    gpus = result.gpus
     if result.optimizer_steps is not None and result.training_s is not None:
         hours = result.training_s * gpus / HOUR_S
         yield (
@@ -180,6 +189,19 @@ def duration(seconds: float) -> str:
     first = next((i for i, (count, _) in enumerate(parts) if count), len(parts) - 1)
     said = [f"{count} {name}" for count, name in parts[first : first + 2] if count]
     return " ".join(said) or "less than 1 s"
+
+
+def _servers(run: RunConfig) -> str | None:
+    """Where the servers are that the run starts, and the GPUs of the whole job."""
+    gpus = run.sglang.rollout_num_gpus
+    if gpus is None or not engine_traits(run.rollout.rollout_engine).has_servers:
+        return None
+    each = run.sglang.rollout_num_gpus_per_engine
+    number = f"servers: {gpus // each} of {each} GPUs"
+    if not run.sglang.colocate:
+        return f"{number}, on {gpus} further GPUs: {run.world_size + gpus} in all"
+    shared = "all" if gpus == run.world_size else f"{gpus} of the"
+    return f"{number}, on {shared} {run.world_size} GPUs of the trainer (--colocate)"
 
 
 def _ranks(result: Preflight) -> Iterator[str]:

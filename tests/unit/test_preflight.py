@@ -358,3 +358,42 @@ def test_frozen_parameters_have_neither_gradients_nor_moments(tmp_path: Path) ->
     assert part["weights"] == whole["weights"]
     for name in ("gradients", "optimizer: moments"):
         assert 0.1 * whole[name] < part[name] < 0.25 * whole[name]
+
+
+@pytest.mark.parametrize(
+    ("words", "line", "ranks"),
+    [
+        (["--colocate"], "servers: 4 of 1 GPUs, on all 4 GPUs of the trainer (--colocate)", [0, 3]),
+        (["--colocate", "--rollout-num-gpus", "2"],
+         "servers: 2 of 1 GPUs, on 2 of the 4 GPUs of the trainer (--colocate)", [0]),
+        (["--rollout-num-gpus", "4", "--rollout-num-gpus-per-engine", "2"],
+         "servers: 2 of 2 GPUs, on 4 further GPUs: 8 in all", []),
+        (["--rollout-external-engine-addrs", "127.0.0.1:1"], None, []),
+    ],
+)  # fmt: skip
+def test_where_servers_are(
+    tmp_path: Path, words: list[str], line: str | None, ranks: list[int]
+) -> None:
+    """Memory of servers is counted on the ranks whose GPUs they share, and nowhere else."""
+    engine = ["--rollout-engine", "sglang", "--preflight", "--world-size", "4"]
+    found = check(parse_args(complete(tmp_path, *engine, *words), 1))
+    lines = text_of(found).splitlines()
+    assert [text for text in lines if text.startswith("servers:")] == ([line] if line else [])
+    assert [rank.rank for rank in found.ranks] == [0, 3]
+    assert [rank.rank for rank in found.ranks if "generation" in rank.phases] == ranks
+    few = [text for text in found.run.warnings if "leave it out for servers on all" in text]
+    assert len(few) == (ranks == [0])
+
+
+def test_more_servers_than_the_trainer_has_gpus(tmp_path: Path) -> None:
+    words = "--rollout-engine sglang --colocate --rollout-num-gpus 8 --preflight --world-size 4"
+    (found,) = problems_of(complete(tmp_path, *words.split()), 1)
+    assert found.flag == "--rollout-num-gpus" and "of which there are 4" in found.message
+
+
+def test_gpus_of_servers_have_their_price(tmp_path: Path) -> None:
+    words = "--rollout-engine sglang --preflight --world-size 4 --gpu-hour-price 2"
+    for servers, gpus in (("--colocate", 4), ("--rollout-num-gpus 4", 8)):
+        found = check(parse_args(complete(tmp_path, *words.split(), *servers.split()), 1))
+        assert found.cost_of(3600.0) == 2 * gpus
+        assert f"a GPU hour, {gpus} GPUs:" in text_of(found)
