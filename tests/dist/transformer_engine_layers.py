@@ -227,6 +227,7 @@ def install() -> None:
     package.pytorch.cpp_extensions = _module(
         "transformer_engine.pytorch.cpp_extensions", cast_to_fp8=_Unused
     )
+    _module("transformer_engine_torch")  # its extension
     package.common = _module("transformer_engine.common")
     package.common.recipe = _module("transformer_engine.common.recipe", DelayedScaling=_Unused)
 
