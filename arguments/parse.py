@@ -34,11 +34,12 @@ from arguments.run_config import RunConfig
 from arguments.run_file import read_run_file
 from arguments.schema import PreflightConfig
 from arguments.slime_launch import apply_slime_defaults, slime_world_size
-from arguments.surroundings import missing_surroundings
+from arguments.surroundings import require_surroundings
 from arguments.teacher import build_teacher
 from arguments.values import ParsedArgs, merge
 from slime_like.config import ConfigError, Problem, flag_name
 from slime_like.distributed.signals import LAUNCHER_STATUS_FILE
+from slime_like.errors import RunError
 from slime_like.import_utils import load_module
 from slime_like.losses.off_policy_config import OffPolicyConfig
 from slime_like.registry import registrations
@@ -157,11 +158,11 @@ def parse_or_exit(
     --help and --version print to stdout and exit with 0. Raises SystemExit.
     """
     complete_shell(program)
-    if not _ANSWERED.intersection(argv) and (missing := missing_surroundings()):
-        _refuse("slime_like cannot run here:\n  - " + "\n  - ".join(missing), rank)
     try:
+        if not _ANSWERED.intersection(argv):
+            require_surroundings()
         return parse_args(argv, world_size, program)
-    except ConfigError as error:
+    except (ConfigError, RunError) as error:
         _refuse(str(error), rank)
     except HelpRequested as request:
         if rank == 0:

@@ -11,6 +11,8 @@ import socket
 import sys
 from collections.abc import Iterator
 
+from slime_like.errors import RunError
+
 MIN_FILES = 256
 _LOOPBACK = "127.0.0.1"
 
@@ -19,6 +21,12 @@ def missing_surroundings() -> list[str]:
     """One message for each thing that is missing. Raises the limit of open files, as far as the
     user may, where it is too low."""
     return list(_missing())
+
+
+def require_surroundings() -> None:
+    """Raise RunError with all that is missing."""
+    if missing := missing_surroundings():
+        raise RunError("slime_like cannot run here:\n  - " + "\n  - ".join(missing))
 
 
 def _missing() -> Iterator[str]:

@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from arguments.surroundings import require_surroundings
 from slime_like.cli.convert_common import (
     DTYPES,
     VERIFY,
@@ -94,6 +95,7 @@ def layout_of(args: argparse.Namespace, hf: HfModel, world: int) -> ParallelConf
 
 def convert(args: argparse.Namespace) -> int:
     on_the_cpu()
+    require_surroundings()
     import torch
 
     import megatron_patches

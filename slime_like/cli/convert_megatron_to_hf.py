@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from arguments.surroundings import require_surroundings
 from slime_like.cli.convert_common import (
     DTYPES,
     VERIFY,
@@ -102,6 +103,7 @@ def check_flags(args: argparse.Namespace) -> None:
 
 def convert(args: argparse.Namespace) -> int:
     on_the_cpu()
+    require_surroundings()
     import torch
 
     import megatron_patches

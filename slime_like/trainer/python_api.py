@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from arguments.run_config import RunConfig
+from arguments.surroundings import require_surroundings
 from slime_like.distributed.activity import Activity
 from slime_like.metrics.logger import read_metrics
 from slime_like.trainer.launch import locked_folders, prepare, shared_output_dir, train_in
@@ -40,9 +41,11 @@ def train(config: RunConfig) -> FinishedRun:
         config: From `make_config` or `parse_args`.
 
     Raises:
-        RunError: A guard, an engine, or a folder that another run uses.
+        RunError: A guard, an engine, a folder that another run uses, or a process in which nothing
+            can run (python -O).
         ValueError: Data, checkpoints or user functions that cannot be used.
     """
+    require_surroundings()
     rank = int(os.environ.get("RANK", "0"))
     prepare(config, rank, config.warnings)
     # megatron-core reads its globals on import, so this comes after the patches

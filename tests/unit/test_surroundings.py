@@ -7,11 +7,15 @@ import resource
 import subprocess
 import sys
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from arguments import surroundings
+from arguments.run_config import RunConfig
+from slime_like.errors import RunError
 from slime_like.rewards import confinement
+from slime_like.trainer.python_api import train
 
 ROOT = Path(__file__).parents[2]
 HERE = "slime_like cannot run here:"
@@ -80,6 +84,25 @@ def test_a_machine_without_loopback_or_proc(around: tuple[str, ...], message: st
     if text.startswith("unshare:"):
         pytest.skip(text)
     assert status == 2 and message in text and "Traceback" not in text
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("-m", "slime_like.cli", "convert", "hf-to-megatron", "--hf-checkpoint", "m", "--save", "s"), 1),
+        (("-m", "slime_like.cli", "convert", "megatron-to-hf", "--load", "m", "--hf-checkpoint", "m", "--output", "s"), 1),
+        (("-m", "slime_like.tinker", "--hf-checkpoint", "m"), 2),
+    ],
+)  # fmt: skip
+def test_other_programs_say_it_too(words: tuple[str, ...], expected: int) -> None:
+    status, text = started("-O", *words)
+    assert status == expected and HERE in text and "Traceback" not in text, text
+
+
+def test_a_run_from_python_says_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(surroundings, "missing_surroundings", lambda: ["something"])
+    with pytest.raises(RunError, match="cannot run here:\n  - something"):
+        train(cast(RunConfig, None))
 
 
 def test_help_needs_nothing_of_it() -> None:
