@@ -24,7 +24,7 @@ from arguments.rules.profiling import PROFILING_RULES
 from arguments.rules.rows import first_keys
 from arguments.rules.run import RULES, WARNINGS
 from arguments.rules.scheduling import SCHEDULING_RULES
-from arguments.rules.sglang import SGLANG_RULES
+from arguments.rules.sglang import SGLANG_RULES, warn_few_servers
 from arguments.rules.training import LORA_RULES, OPTIMIZER_RULES, OPTIMIZER_WARNINGS
 from arguments.untested import warn_untested
 from slime_like.config import ConfigError, flag_name
@@ -498,6 +498,7 @@ def test_warnings(tmp_path: Path, flags: str, said: str) -> None:
                 LATENT,
                 SINKS,
                 warn_untested,
+                warn_few_servers,  # of several processes: test_preflight.py
                 warn_muon_blockwise,
             }
         )
