@@ -129,7 +129,7 @@ def test_the_worker_without_dependencies(tmp_path: Path) -> None:
     "words",
     [
         ["--agent-command", "true"],
-        ["--agent-function-path", "examples/agents/pydantic_ai_agent.py:play"],
+        ["--agent-function-path", "{folder}/f.py:f"],
         ["--custom-generate-function-path", "{folder}/f.py:f"],
         ["--rollout-function-path", "{folder}/f.py:g"],
     ],
