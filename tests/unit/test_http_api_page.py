@@ -62,4 +62,4 @@ def statuses(folder: str, names: set[str]) -> set[int]:
 def test_the_errors_are_those_of_the_code() -> None:
     assert SERVER_ERRORS.keys() - STARLETTES == statuses("tinker", {"HttpError", "json_response"})
     own = {status for status, _ in _STATUS.values()}
-    assert GATEWAY_ERRORS.keys() == own | statuses("agents", {"Refused", "error_response"})
+    assert GATEWAY_ERRORS.keys() == own | statuses("agents", {"RefusedRequest", "error_response"})
