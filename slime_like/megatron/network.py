@@ -95,7 +95,6 @@ class Network:
         self.value_head = value_head
         self._exports: dict[tuple[torch.dtype | None, int, bool], HfExport] = {}
         self.config = copy.copy(transformer)  # a copy: training attaches functions to the config
-        self.has_experts = transformer.num_moe_experts is not None
         self.gpt = gpt
         self.layout = layout
         self.device = device_of_this_process()

@@ -14,8 +14,8 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -88,22 +88,37 @@ def run_ranks(config: RunConfig, rank: int, startup: Say) -> int:
         from slime_like.preflight import run_preflight
 
         return run_preflight(config)
-    # megatron-core reads its globals on import, so this comes after the patches
-    from slime_like.megatron.init import process_groups
-
     if "RANK" in os.environ:
         startup(f"waiting for the rendezvous of {os.environ.get('WORLD_SIZE')} processes")
     try:
-        with (
-            locked_folders(config, rank),
-            process_groups(
-                config.parallel, virtual_stages=config.virtual_stages, seed=config.model.seed
-            ) as layout,
-        ):
-            return train(config, layout, startup)
+        with joined_ranks(config, rank) as (layout, activity):
+            return train_watched(config, layout, activity, startup)
     except (RunError, OSError) as error:  # a folder in use; a failed rendezvous
         logger.error("%s", error)
         return FAILED
+
+
+@contextmanager
+def joined_ranks(config: RunConfig, rank: int) -> Iterator[tuple[ParallelLayout, Activity]]:
+    """The process groups of a run, after `prepare`, with its folders locked and the ranks
+    monitoring each other. Raises RunError for a folder in use or a failed rendezvous."""
+    # megatron-core reads its globals on import, so this comes after the patches
+    from slime_like.megatron.init import process_groups
+
+    with (
+        locked_folders(config, rank),
+        process_groups(
+            config.parallel, virtual_stages=config.virtual_stages, seed=config.model.seed
+        ) as layout,
+    ):
+        activity = Activity()
+        join_job(layout.rank)
+        limit_s = config.parallel.heartbeat_timeout_s
+        if layout.world_size == 1 or not limit_s:
+            yield layout, activity
+            return
+        with Watchdog(job().store, layout.rank, layout.world_size, limit_s, activity):
+            yield layout, activity
 
 
 def locked_folders(config: RunConfig, rank: int) -> AbstractContextManager[None]:
@@ -154,17 +169,6 @@ def keep_freed_memory() -> None:
     libc = ctypes.CDLL(None)
     libc.mallopt(mmap_threshold, 32 << 20)  # glibc's maximum
     libc.mallopt(trim_threshold, -1)
-
-
-def train(config: RunConfig, layout: ParallelLayout, startup: Say) -> int:
-    """Train, after the rendezvous, with the ranks monitoring each other."""
-    activity = Activity()
-    join_job(layout.rank)
-    limit_s = config.parallel.heartbeat_timeout_s
-    if layout.world_size == 1 or not limit_s:
-        return train_watched(config, layout, activity, startup)
-    with Watchdog(job().store, layout.rank, layout.world_size, limit_s, activity):
-        return train_watched(config, layout, activity, startup)
 
 
 def train_watched(

@@ -9,9 +9,8 @@ from pathlib import Path
 
 from arguments.run_config import RunConfig
 from arguments.surroundings import require_surroundings
-from slime_like.distributed.activity import Activity
 from slime_like.metrics.logger import read_metrics
-from slime_like.trainer.launch import locked_folders, prepare, shared_output_dir, train_in
+from slime_like.trainer.launch import joined_ranks, prepare, shared_output_dir, train_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,20 +42,14 @@ def train(config: RunConfig) -> FinishedRun:
     Raises:
         RunError: A guard, an engine, a folder that another run uses, or a process in which nothing
             can run (python -O).
-        ValueError: Data, checkpoints or user functions that cannot be used.
+        ValueError: Data, checkpoints or user functions that cannot be used; --preflight.
     """
     require_surroundings()
+    if config.preflight.preflight:
+        raise ValueError("--preflight: a report without training; use `slime-like preflight`")
     rank = int(os.environ.get("RANK", "0"))
     prepare(config, rank, config.warnings)
-    # megatron-core reads its globals on import, so this comes after the patches
-    from slime_like.megatron.init import process_groups
-
-    with (
-        locked_folders(config, rank),
-        process_groups(
-            config.parallel, virtual_stages=config.virtual_stages, seed=config.model.seed
-        ) as layout,
-    ):
+    with joined_ranks(config, rank) as (layout, activity):
         output_dir = shared_output_dir(config)
-        status = train_in(output_dir, config, layout, Activity(), lambda what: None)
+        status = train_in(output_dir, config, layout, activity, lambda what: None)
     return FinishedRun(output_dir, interrupted=status != 0)

@@ -18,6 +18,13 @@ settings = json.loads(sys.argv[1])
 for name in sys.argv[2:]:
     run = slime_like.train(slime_like.make_config(settings, output_dir=name))
     assert not run.interrupted and len(run.metrics) == settings["num_rollout"]
+from slime_like.distributed.failure_report import job
+
+assert job().rank == 0, "the ranks of a run know their job, as those of train.py do"
+try:
+    slime_like.train(slime_like.make_config(settings, preflight=True))
+except ValueError as error:
+    print("no run:", error)
 try:
     slime_like.train(slime_like.make_config(settings, output_dir=sys.argv[2], label_key="nothing"))
 except ValueError as error:
@@ -42,6 +49,7 @@ def test_a_run_is_a_function_call(server: TrainServer, work: Workspace, tmp_path
         cwd=Path(__file__).resolve().parents[2],
     )
     assert done.returncode == 0, done.stderr[-3000:]
+    assert "no run: --preflight" in done.stdout
     assert "refused:" in done.stdout and "nothing" in done.stdout
     expected = same_numbers(rows_of(tmp_path / "line"))
     for folder in folders:

@@ -56,7 +56,6 @@ class LoraNetwork(TrainedNetwork):
         self.gpt = base.gpt
         self.layout = base.layout
         self.device = base.device
-        self.has_experts = base.config.num_moe_experts is not None
         self.chunks = base.chunks
         self.modules = base.modules
         self.targets: list[Target] = targets_of(spec, base.family, base.sizes, tied=base.tied)
