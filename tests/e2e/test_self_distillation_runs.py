@@ -83,16 +83,19 @@ def test_an_adapter_teaches_itself(
 def test_the_average_of_the_weights_is_resumed(
     server: TrainServer, work: Workspace, tmp_path: Path
 ) -> None:
-    """In bf16, where it is kept in float32; with sampling ahead of the training."""
-    flags = dict(bf16="", opd_ema_rate=0.3, num_rollout=5, async_rollout="", max_staleness=1)
+    """In bf16, where it is kept in float32; with sampling ahead of the training. Both runs save
+    after each rollout, which waits for the sampling ahead: otherwise new weights take effect
+    wherever in a response the sampling has got to."""
+    flags = dict(
+        bf16="", opd_ema_rate=0.3, num_rollout=5, async_rollout="", max_staleness=1, save_interval=1
+    )
     whole = tmp_path / "whole"
-    line = sdpo(work, whole, **flags, save_hf=tmp_path / "whole_hf")
+    line = sdpo(work, whole, **flags, save=tmp_path / "whole_c", save_hf=tmp_path / "whole_hf")
     server.train(line, tmp_path / "log1").ok()
     root, parts = tmp_path / "checkpoints", tmp_path / "parts"
-    saved = dict(save=root, load=root, save_interval=2, save_hf=tmp_path / "hf")
-    again = sdpo(work, parts, **flags, **saved)
+    again = sdpo(work, parts, **flags, save=root, load=root, save_hf=tmp_path / "hf")
     killed = server.train(
-        again, tmp_path / "log2", hook="tests.e2e.faults:signal_in_step SIGKILL 3 0"
+        again, tmp_path / "log2", hook="tests.e2e.faults:signal_in_step SIGKILL 5 0"
     )
     assert killed.status in (-signal.SIGKILL, 1)
     server.train(again, tmp_path / "log3").ok()
