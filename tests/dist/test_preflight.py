@@ -17,6 +17,7 @@ from tests.dist.preflight_worker import FEW_TOKENS, TOKENS
 from tests.dist.test_convert import MODELS as DENSE
 from tests.dist.test_convert_moe import MODELS as EXPERTS
 from tests.dist.test_convert_moe import make_models
+from tests.paths import ROOT
 
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 PP2, CP2 = "--pipeline-model-parallel-size 2", "--context-parallel-size 2"
@@ -111,7 +112,7 @@ def predicted(folder: str, flags: str, *, rank: int, world_size: int) -> dict[st
 def test_the_pages_quote_what_a_preflight_prints() -> None:
     done = subprocess.run(
         [sys.executable, "scripts/generate_preflight_doc.py", "--check"],
-        cwd=Path(__file__).resolve().parents[2],
+        cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=300,

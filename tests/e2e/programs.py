@@ -29,7 +29,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.paths import ROOT
+
 GRACE_S = 10.0  # for the other ranks to end by themselves after one has failed
 PRELOADED = (
     "slime_like.trainer.trainer",

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.helpers import Workspace
+from tests.paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples/minimal_rl.py"
 SMALL = ["--rollout-batch-size", "4", "--n-samples-per-prompt", "4", "--micro-batch-size", "8"]
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tests.e2e.helpers import Workspace, rows_of, same_numbers
 from tests.e2e.programs import TrainServer
+from tests.paths import ROOT
 
 PROGRAM = """
 import json, sys
@@ -46,7 +47,7 @@ def test_a_run_is_a_function_call(server: TrainServer, work: Workspace, tmp_path
         capture_output=True,
         text=True,
         timeout=300,
-        cwd=Path(__file__).resolve().parents[2],
+        cwd=ROOT,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "no run: --preflight" in done.stdout

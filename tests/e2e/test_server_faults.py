@@ -19,6 +19,7 @@ from tinker.proto import tinker_public_pb2 as pb
 
 from tests.e2e.api_server import ApiServer, batch, datum
 from tests.e2e.test_server_order import Raw
+from tests.paths import ROOT
 
 
 def health(server: ApiServer) -> tuple[int, str]:
@@ -48,7 +49,7 @@ def test_processes_and_folder(work: Any, tmp_path: Path) -> None:
 
         second = subprocess.run(
             [*server.process.args, "--server-dir", str(tmp_path / "server"), "--port", "1"],  # type: ignore[misc,index]
-            capture_output=True, text=True, timeout=600, cwd=Path(__file__).parents[2],
+            capture_output=True, text=True, timeout=600, cwd=ROOT,
         )  # fmt: skip
         assert second.returncode == 1 and "in use by process" in second.stderr
 

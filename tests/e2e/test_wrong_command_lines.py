@@ -14,9 +14,9 @@ import pytest
 
 from arguments.parse import parse_args
 from slime_like.config import ConfigError
+from tests.paths import ROOT
 from tests.unit.command_lines import complete
 
-ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 10.0
 # what is added to a right command line, processes, flags that must be named; {folder} is the test's
 # folder

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from slime_like.metrics.logger import read_metrics
 from tests.learning.tasks import write_task
+from tests.paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 REWARDS = ROOT / "tests/learning/rewards.py"
 LAST = 10  # rollouts: the mean reward at the end is over so many
 COMMON = "--lr-warmup-iters 10 --clip-grad 1.0 --no-tensorboard --no-progress --no-plot --log-interval 20"

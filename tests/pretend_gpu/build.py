@@ -14,7 +14,8 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tests.paths import ROOT
+
 SOURCE = Path(__file__).with_name("backend.cpp")
 FOLDER = ROOT / "outputs" / "pretend_gpu"
 NAME = "_pretend_cuda"  # of the extension module

@@ -22,10 +22,11 @@ from slime_like.agents.task import Task
 from slime_like.agents.tasks import TaskQueue
 from slime_like.trainer.strategy import make_strategy
 from slime_like.types import Prompt, Sample, SampleStatus
+from tests.paths import ROOT
 from tests.unit.command_lines import complete
 from tests.unit.test_agent_gateway import END, Engine, model_of
 
-WORKER = Path(__file__).resolve().parents[2] / "examples" / "agents" / "worker.py"
+WORKER = ROOT / "examples" / "agents" / "worker.py"
 
 
 def episode(number: int, *, evaluation: bool = False) -> Task:

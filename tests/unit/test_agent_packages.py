@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,10 +14,11 @@ from slime_like.agents.rollouts import Task
 from slime_like.import_utils import load_function
 from slime_like.types import SampleStatus
 from tests.agent_templates import FAMILIES, call_text
+from tests.paths import ROOT
 from tests.unit.test_agent_gateway import Engine, episodes
 from tests.unit.test_agent_sdks import trained
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "agents"
+EXAMPLES = ROOT / "examples" / "agents"
 FAMILY = FAMILIES["qwen3"]
 Play = Callable[[Task], Awaitable[Any]]
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from tests.agent_templates import FAMILIES
+from tests.paths import ROOT
 from tests.unit.test_agent_tree import DIALOGUES, Talk
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = ROOT / "docs"
 
 
 def row_of(name: str) -> str:

@@ -15,6 +15,7 @@ from slime_like.advantages import advantage_estimators
 from slime_like.agents.tool_calls import FORMATS
 from slime_like.config import ConfigError
 from slime_like.losses.registry import policy_losses
+from tests.paths import ROOT
 from tests.unit.command_lines import complete, problems_of
 
 BASE = "--agent-function-path asyncio.sleep --use-dynamic-batch-size --max-tokens-per-gpu 512"
@@ -126,7 +127,7 @@ def test_formats_of_the_flag_are_those_that_are_read() -> None:
 @pytest.mark.parametrize("language", ["en", "zh"])
 def test_the_documents_name_what_goes_with_agents(tmp_path: Path, language: str) -> None:
     """Every loss and estimator is in one of the columns of the table, and it is the right one."""
-    lines = (Path(__file__).parents[2] / f"docs/{language}/agents.md").read_text().splitlines()
+    lines = (ROOT / f"docs/{language}/agents.md").read_text().splitlines()
     table = next(
         i for i, line in enumerate(lines) if line.startswith(("| estimators |", "| 估计器 |"))
     )

@@ -19,9 +19,9 @@ from arguments.values import FALSE, TRUE
 from slime_like.compat.slime.samples import slime_args
 from slime_like.config import CheckedSettings
 from slime_like.losses import policy_losses
+from tests.paths import ROOT
 from tests.unit.command_lines import complete, problems_of
 
-ROOT = Path(__file__).resolve().parents[2]
 CUSTOM = """
 def add_custom_arguments(parser):
     parser.add_argument("--my-weight", type=float, default=0.5, help="Weight of my term.")

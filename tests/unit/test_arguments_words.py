@@ -17,6 +17,7 @@ from arguments.schema.data import EvalConfig
 from arguments.values import ParsedArgs
 from slime_like.config import ConfigError
 from slime_like.rewards.registry import rewards
+from tests.paths import ROOT
 
 PARSER = get_parser()
 
@@ -279,7 +280,7 @@ def test_problems_of_a_run_file(tmp_path: Path, text: str, said: str) -> None:
 
 
 def test_every_title_of_the_list_of_flags_is_a_section(tmp_path: Path) -> None:
-    listed = (Path(__file__).resolve().parents[2] / "docs" / "flags.md").read_text("utf-8")
+    listed = (ROOT / "docs" / "flags.md").read_text("utf-8")
     first: dict[str, Flag] = {}
     for flag in flag_table().flags:
         if (not flag.rejection and flag.kind == "switch") or (flag.item is str and flag.choices):

@@ -19,9 +19,9 @@ from slime_like.cli.new import rows, write_recipe
 from slime_like.metrics.logger import read_metrics
 from slime_like.report.read import read_run
 from slime_like.report.rollouts import read_samples
+from tests.paths import ROOT
 from tests.unit.command_lines import write_files
 
-ROOT = Path(__file__).resolve().parents[2]
 RUN = [sys.executable, "-m", "slime_like.cli"]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 LISTED = """

@@ -17,10 +17,10 @@ from torch.distributed.run import get_args_parser
 
 from arguments.parse import parse_args
 from arguments.run_config import RunConfig
+from tests.paths import ROOT
 from tests.unit.command_lines import complete
 from tests.unit.test_launch_scripts import RECORDER
 
-ROOT = Path(__file__).resolve().parents[2]
 JOB_SET = ROOT / "scripts/kubernetes/train.yaml"
 TASK = ROOT / "scripts/skypilot/train.yaml"
 

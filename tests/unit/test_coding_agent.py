@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,11 +11,12 @@ from slime_like.import_utils import load_function
 from slime_like.rewards import confinement, shell
 from slime_like.types import Sample, SampleStatus
 from tests.agent_templates import FAMILIES, call_text
+from tests.paths import ROOT
 from tests.unit.test_agent_gateway import Engine, episodes
 from tests.unit.test_agent_sdks import trained
 
 pytestmark = pytest.mark.skipif(shell.problem() is not None, reason=str(shell.problem()))
-AGENT = Path(__file__).resolve().parents[2] / "examples" / "coding_agent" / "agent.py"
+AGENT = ROOT / "examples" / "coding_agent" / "agent.py"
 METADATA = {
     "files": {"src/half.py": "import sys\nprint(int(sys.argv[1]) / 3)\n"},
     "checks": [

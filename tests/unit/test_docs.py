@@ -17,8 +17,8 @@ from arguments.parse import parse_args
 from slime_like.advantages import advantage_estimators
 from slime_like.config import ConfigError
 from slime_like.losses import LOSS_REDUCTIONS, policy_losses
+from tests.paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 ENGLISH, CHINESE = ROOT / "docs" / "en", ROOT / "docs" / "zh"
 DOCUMENTS = [
     ROOT / n

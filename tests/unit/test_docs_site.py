@@ -23,8 +23,7 @@ from scripts.docs_site import (
     slug,
     twin,
 )
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.paths import ROOT
 
 
 def test_the_navigation_is_the_index_and_alike_in_both_languages() -> None:

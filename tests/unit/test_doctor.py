@@ -19,8 +19,7 @@ from slime_like import doctor
 from slime_like.cli import self_test
 from slime_like.cli.self_test import finish, start
 from slime_like.doctor import DEPENDENCIES, EXTRAS, Dependency, ports, report
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.paths import ROOT
 
 
 def test_this_environment_can_run() -> None:

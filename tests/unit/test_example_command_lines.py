@@ -29,10 +29,10 @@ from slime_like.registry import Registry
 from slime_like.rewards.registry import rewards
 from slime_like.weight_sync.transports.base import weight_transports
 from slime_like.weights.families.base import model_families
+from tests.paths import ROOT
 from tests.unit.command_lines import write_files
 from tests.unit.test_launch_scripts import recorded, recorder
 
-ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted(
     path.stem for path in (ROOT / "scripts/examples").glob("*.sh") if path.stem != "common"
 )

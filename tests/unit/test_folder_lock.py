@@ -25,6 +25,7 @@ from slime_like.checkpoints.lock import (
     this_process,
 )
 from slime_like.errors import RunError
+from tests.paths import ROOT
 
 HOLD = """
 import sys
@@ -58,7 +59,7 @@ def start(program: str, folder: Path) -> subprocess.Popen[str]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        cwd=Path(__file__).resolve().parents[2],
+        cwd=ROOT,
     )
 
 

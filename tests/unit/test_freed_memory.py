@@ -6,11 +6,11 @@ import os
 import platform
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.paths import ROOT
+
 # ten passes over 32 tensors of 1 MiB, all freed at the end of each; the first one is not counted
 PASSES = """
 import resource, sys

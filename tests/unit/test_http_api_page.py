@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-from pathlib import Path
 
 import pytest
 
@@ -18,8 +17,8 @@ from scripts.generate_http_api import (
     server,
 )
 from slime_like.agents.app import _STATUS
+from tests.paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 STARLETTES = {405}  # for a route with another method
 
 

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from arguments.parse import parse_args
+from tests.paths import ROOT
 from tests.unit.command_lines import write_files
 
-ROOT = Path(__file__).resolve().parents[2]
 # In place of python: writes its arguments and some variables, then waits for SIGTERM if asked to
 RECORDER = f"""#!{sys.executable}
 import json, os, pathlib, signal, sys, time

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.paths import ROOT
 from tests.unit.command_lines import complete
 
-ROOT = Path(__file__).resolve().parents[2]
 # From the bottom to the top. A module belongs to the longest name that it starts with.
 LAYERS = (
     (

@@ -11,10 +11,9 @@ import pytest
 from arguments.parse import parse_args
 from benchmarks.loss_table import Result, command_line_of, command_of, finished, is_further, rows
 from slime_like.advantages import TurnEstimator, advantage_estimators
+from tests.paths import ROOT
 from tests.unit.loss_cases import OF_SINGLE_RESPONSES
 from tests.unit.test_example_command_lines import warm_start_files
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_all_that_is_registered_has_a_row_but_the_supervised_loss() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,10 +20,10 @@ from slime_like.losses import (
     token_weights,
 )
 from slime_like.losses.sapo import SAPOConfig
+from tests.paths import ROOT
 from tests.unit.test_losses_prescaling import OF_SAMPLES
 from tests.unit.test_losses_total import TERMS, config_of, random_step
 
-ROOT = Path(__file__).resolve().parents[2]
 IN_A_FRESH_PROCESS = """
     import sys
     import torch

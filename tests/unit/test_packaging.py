@@ -13,8 +13,8 @@ import yaml
 import slime_like
 from slime_like import extras
 from slime_like.extras import pip_install
+from tests.paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 EXTRAS: dict[str, list[str]] = PROJECT["project"]["optional-dependencies"]
 SOURCES = [

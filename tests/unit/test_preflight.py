@@ -31,9 +31,9 @@ from slime_like.preflight.passes import run_stage  # noqa: E402
 from slime_like.preflight.report import duration, json_of, text_of  # noqa: E402
 from slime_like.preflight.search import Layout, search, with_layout  # noqa: E402
 from slime_like.preflight.shape import shape_of  # noqa: E402
+from tests.paths import ROOT  # noqa: E402
 from tests.unit.command_lines import HF_CONFIG, complete, problems_of  # noqa: E402
 
-ROOT = Path(__file__).resolve().parents[2]
 BILLION = 10**9
 # as the models' cards have them: parameters in all, and of one token
 MODELS = {

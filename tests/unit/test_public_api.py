@@ -6,11 +6,11 @@ import importlib
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 import slime_like
+from tests.paths import ROOT
 
 PUBLIC = """
 ConfigError FinishedRun GenerateOutput GenerateRequest LocalEngine MegatronBackend ParallelLayout Prompt
@@ -20,7 +20,7 @@ compute_off_policy_correction compute_policy_loss kl_estimate make_config parse_
 process_groups reduction_weights token_weights train value_loss
 """
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+DOCS = ROOT / "docs"
 # (heading, what mkdocstrings is to show below it)
 SHOWN = re.findall(
     r"^### `(\w+)`\n\n::: ([\w.]+)$", (DOCS / "python_api.md").read_text("utf-8"), re.MULTILINE

@@ -19,6 +19,7 @@ from torch import Tensor
 from arguments.hf.quantization import read_quantization
 from slime_like.weights.quantized import QuantizedWeight
 from slime_like.weights.safetensors_reader import WeightFiles, stored_format
+from tests.paths import ROOT
 from tests.quantized_models import (
     Stored,
     compressed_config,
@@ -300,7 +301,7 @@ def test_a_weight_that_is_not_of_its_shape(tmp_path: Path) -> None:
 @pytest.mark.extended
 def test_memory_of_a_gigabyte(tmp_path: Path) -> None:
     """Less than one of its 17 weights in bf16, however many there are."""
-    script = Path(__file__).resolve().parents[2] / "benchmarks/bench_quantized_load.py"
+    script = ROOT / "benchmarks/bench_quantized_load.py"
     command = [sys.executable, str(script), "--gb", "1", "--json", str(tmp_path / "found.json")]
     subprocess.run(command, check=True, timeout=300)
     found = json.loads((tmp_path / "found.json").read_text())["results"]

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.paths import ROOT
+
 SOURCES = ("arguments", "megatron_patches", "scripts", "slime_like")
 # page: the least number of messages that it explains
 NAMES = {"checkpoints.md": 15, "clusters.md": 8, "checkpoints_and_debugging.md": 6, "sglang.md": 3}

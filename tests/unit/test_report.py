@@ -34,8 +34,8 @@ from slime_like.rollout.recording import (
 )
 from slime_like.samples.groups import SampleGroup
 from slime_like.types import Sample, SampleStatus
+from tests.paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 HOSTILE = "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'><!--"
 
 

@@ -16,8 +16,8 @@ import torch
 from arguments.schema.rollout import RewardConfig
 from slime_like.rewards.grader import Grader
 from slime_like.types import Sample, SampleStatus
+from tests.paths import ROOT
 
-ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.timeout(300)
 
 

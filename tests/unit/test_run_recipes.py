@@ -17,8 +17,8 @@ megatron_patches.apply()
 
 from arguments.parse import parse_args  # noqa: E402
 from slime_like.preflight.check import check  # noqa: E402
+from tests.paths import ROOT  # noqa: E402
 
-ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "scripts/recipes"
 RECIPES = sorted(path.parent.name for path in FOLDER.glob("*/run.yaml"))
 ROWS = ROOT / "tests/data/gsm8k/train.jsonl"

@@ -18,6 +18,7 @@ from benchmarks.escape_table import BEGIN, END, MISSING, WORDS
 from slime_like.rewards import confinement, sandbox
 from slime_like.rewards.grader import Grader
 from slime_like.types import SampleStatus
+from tests.paths import ROOT
 from tests.unit.sandbox_surroundings import ATTEMPTS, outcomes, surroundings
 from tests.unit.test_rewards_grader import make
 
@@ -25,7 +26,6 @@ pytestmark = [
     pytest.mark.skipif(sandbox.problem() is not None, reason=str(sandbox.problem())),
     pytest.mark.timeout(300),
 ]
-ROOT = Path(__file__).resolve().parents[2]
 # what the kernel itself, the file system or the user may refuse outside the sandbox as well
 UNSURE = {
     "setxattr", "anonymous file", "shared memory", "raw socket", "packet socket", "TCP 6",

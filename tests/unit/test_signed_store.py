@@ -8,14 +8,13 @@ import subprocess
 import sys
 import threading
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
 from slime_like.distributed.signed_store import SignedStore
+from tests.paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 KEY = b"known to the ranks"
 GARBAGE = ["", "-", "x", "{}", "0" * 64 + " text", "\0\n", "é" * 1000, "[" * 100_000]
 

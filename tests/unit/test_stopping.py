@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
+from tests.paths import ROOT
 from tests.unit.command_lines import HF_CONFIG
 
-ROOT = Path(__file__).resolve().parents[2]
 CATCH = """
 import os, signal, sys, time
 from slime_like.distributed import signals

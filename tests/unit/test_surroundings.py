@@ -16,8 +16,8 @@ from arguments.run_config import RunConfig
 from slime_like.errors import RunError
 from slime_like.rewards import confinement
 from slime_like.trainer.python_api import train
+from tests.paths import ROOT
 
-ROOT = Path(__file__).parents[2]
 HERE = "slime_like cannot run here:"
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 
 from scripts.generate_their_bugs import functions_of, link_of, named_by, page, read
+from tests.paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 BUGS = [bug for group in read() for bug in group["bugs"]]
 
 

@@ -24,10 +24,10 @@ from slime_like.agents.tasks import TaskQueue
 from slime_like.types import Prompt, Sample, SampleStatus
 from tests.agent_templates import FAMILIES, call_text
 from tests.e2e.programs import free_port
+from tests.paths import ROOT
 from tests.unit.test_agent_gateway import END, Engine, model_of
 from tests.unit.test_agent_sdks import trained
 
-ROOT = Path(__file__).resolve().parents[2]
 WORKER = ROOT / "examples" / "agents" / "verifiers_worker.py"
 DATA = ROOT / "tests" / "data" / "verifiers"
 KEY = "a-key-of-all-workers"
