@@ -3,10 +3,10 @@ missing.
 
     python benchmarks/escape_table.py [--json out.json] [--write-docs]
 
-The attempts are those of the tests (`tests/unit/sandbox_attempts.py`). They run outside, under each
-mechanism alone, in the sandbox, and in the sandbox of a host that lacks a mechanism; where the
-sandbox refuses to start, also under what is left, to show why it refuses. Everything in them is
-harmless. --write-docs puts the tables into docs/*/faults.md.
+The attempts are those of the tests (`tests/unit/rewards/sandbox_attempts.py`). They run outside,
+under each mechanism alone, in the sandbox, and in the sandbox of a host that lacks a mechanism;
+where the sandbox refuses to start, also under what is left, to show why it refuses. Everything in
+them is harmless. --write-docs puts the tables into docs/*/faults.md.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.bench_common import write_json  # noqa: E402
 from slime_like.rewards import confinement  # noqa: E402
-from tests.unit.sandbox_surroundings import ATTEMPTS, outcomes, surroundings  # noqa: E402
+from tests.unit.rewards.sandbox_surroundings import ATTEMPTS, outcomes, surroundings  # noqa: E402
 
 NAMESPACES = "namespaces"
 LANDLOCK = "landlock"

@@ -1,6 +1,6 @@
 #!/usr/bin/env python
 """Write the table of slime's launch scripts into the page "Coming from slime", in both languages:
-`tests/unit/test_slime_scripts.py` parses them all and proves it."""
+`tests/unit/arguments/test_slime_launch.py` parses them all and proves it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.unit.slime_scripts import SlimeScript, slime_scripts  # noqa: E402
+from tests.unit.arguments.slime_scripts import SlimeScript, slime_scripts  # noqa: E402
 
 PAGES = (ROOT / "docs/en/coming_from_slime.md", ROOT / "docs/zh/coming_from_slime.md")
 BEGIN = "<!-- table of scripts: generated -->"

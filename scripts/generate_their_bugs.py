@@ -1,6 +1,7 @@
 """Write docs/en/their_bugs.md and docs/zh/their_bugs.md from docs/their_bugs.yaml:
-python scripts/generate_their_bugs.py. tests/unit/test_their_bugs.py checks that they are up to
-date."""
+python scripts/generate_their_bugs.py.
+
+tests/unit/scripts/test_generate_their_bugs.py checks that they are up to date."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ TOOL_FORMATS = [
     "python",
     "llama3",
 ]
-# Values of SGLang's --tool-call-parser that tests/unit/test_answer_parsers.py covers
+# Values of SGLang's --tool-call-parser that tests/unit/agents/test_answer_parsers.py covers
 SGLANG_PARSERS = [
     "qwen25",
     "qwen3_coder",

@@ -27,7 +27,7 @@ from slime_like.megatron.parallel_layout import ParallelLayout  # isort: skip
 from slime_like.megatron.ops.attention import PackedAttention, packed_rows  # isort: skip
 from slime_like.megatron.ops.window_attention import WindowAttention  # isort: skip
 from tests.dist.float64 import WithoutFloat32
-from tests.unit.loss_cases import OF_SINGLE_RESPONSES
+from tests.unit.losses.loss_cases import OF_SINGLE_RESPONSES
 
 # --- attention ---------------------------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@ context-parallel ranks give the loss and the gradient of every parameter of one 
 The ratios are those of a rollout's second optimizer step, with a KL to another model and an entropy
 bonus.
 
-All combinations, on pure functions: tests/unit/test_losses_invariance.py.
+All combinations, on pure functions: tests/unit/losses/test_invariance.py.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from benchmarks.parity_table import make_model, make_rollouts
 from slime_like.losses import LOSS_REDUCTIONS
 from tests.dist.algorithms_worker import LAYOUTS, SUPERVISED
 from tests.dist.float64 import EXACT
-from tests.unit.loss_cases import OF_SINGLE_RESPONSES
-from tests.unit.test_losses_invariance import (
+from tests.unit.losses.loss_cases import OF_SINGLE_RESPONSES
+from tests.unit.losses.test_invariance import (
     CORRECTIONS,
     NEEDS_A_SEQUENCE_REDUCTION,
     SEQUENCE_REDUCTIONS,

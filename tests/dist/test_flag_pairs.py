@@ -1,6 +1,6 @@
 """Layout, rows, recompute, head and memory together: a covering set of command lines, in which
 every two features that go together occur at least once, trains on two ranks to the loss, gradients
-and weights of one process, in float64. What does not go together: tests/unit/test_flag_pairs.py."""
+and weights of one process, in float64. What does not go together: tests/unit/arguments/test_flag_pairs.py."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from benchmarks.parity.models import MODELS
 from benchmarks.parity.ranks import run_ranks
 from tests.dist.float64 import EXACT
-from tests.unit.flag_pairs import APART, SAME_NUMBERS, SAME_NUMBERS_OF_EXPERTS
+from tests.unit.arguments.flag_pairs import APART, SAME_NUMBERS, SAME_NUMBERS_OF_EXPERTS
 
 NONE = "nothing"
 FLAGS = SAME_NUMBERS | SAME_NUMBERS_OF_EXPERTS | {NONE: ""}

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from benchmarks.parity.ranks import run_ranks
 from slime_like.advantages import AdvantageSettings, estimate_advantages
-from tests.unit.test_tree_returns import forest
+from tests.unit.advantages.test_tree_returns import forest
 
 TARGET = "tests.dist.test_tree_returns:advantages"
 SETTINGS = {

@@ -19,7 +19,7 @@ from slime_like.types import Prompt, Sample
 from tests.agent_templates import FAMILIES, make_tokenizer
 from tests.e2e.helpers import Workspace, rows_of
 from tests.e2e.programs import TrainServer
-from tests.unit.test_agent_tree import DIALOGUES, Talk, Writer
+from tests.unit.agents.test_tree import DIALOGUES, Talk, Writer
 
 
 class ModelWriter(Writer):

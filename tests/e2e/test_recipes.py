@@ -10,7 +10,7 @@ import pytest
 
 from tests.e2e.helpers import Workspace, rows_of
 from tests.e2e.programs import TrainServer
-from tests.unit.test_example_command_lines import RECIPES, call
+from tests.unit.scripts.test_example_command_lines import RECIPES, call
 
 
 @pytest.mark.parametrize(

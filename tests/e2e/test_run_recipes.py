@@ -15,7 +15,7 @@ import yaml
 from slime_like.cli.tiny_model import save_model
 from tests.e2e.helpers import Workspace, rows_of, save_other_model
 from tests.e2e.programs import ROOT, TrainServer
-from tests.unit.test_run_recipes import RECIPES, ROWS, example_rows, settings_of
+from tests.unit.scripts.test_run_recipes import RECIPES, ROWS, example_rows, settings_of
 
 # what a GPU or more than two processes are needed for
 LEFT_OUT = {

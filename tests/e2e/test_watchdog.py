@@ -122,7 +122,7 @@ def test_a_run_that_is_suspended_as_a_whole_goes_on(
     server: TrainServer, work: Workspace, tmp_path: Path
 ) -> None:
     """Longer than twice the limit; nobody is blamed when it continues.
-    tests/unit/test_signed_store.py has the same in one process."""
+    tests/unit/distributed/test_signed_store.py has the same in one process."""
     hook = f"{FAULTS}:suspend_all_in_phase train 2 {3 * LIMIT_S}"
     done = server.train(
         flags(work, tmp_path), tmp_path / "log", ranks=2, hook=hook, timeout_s=250

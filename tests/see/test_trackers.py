@@ -18,7 +18,12 @@ import pytest
 from slime_like.metrics.trackers.samples import COLUMNS
 from tests.e2e.helpers import make_workspace
 from tests.e2e.programs import torchrun_once
-from tests.unit.test_trackers import assert_same, jsonl_numbers, tensorboard_numbers, write
+from tests.unit.metrics.trackers.test_trackers import (
+    assert_same,
+    jsonl_numbers,
+    tensorboard_numbers,
+    write,
+)
 
 Numbers = dict[tuple[str, int], float]
 NAMES = {"tracker_project": "p", "tracker_run_name": "first"}

@@ -1,4 +1,4 @@
-"""SGLang's parsers of calls, in SGLang's own environment: what tests/unit/test_answer_parsers.py does where
+"""SGLang's parsers of calls, in SGLang's own environment: what tests/unit/agents/test_answer_parsers.py does where
 SGLang is in the trainer's."""
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ import subprocess
 
 from tests.e2e.programs import ROOT
 from tests.sglang.conftest import PYTHON
-from tests.unit.test_answer_parsers import SGLANG_ANSWERS, TOOLS, sglang_case
+from tests.unit.agents.test_answer_parsers import SGLANG_ANSWERS, TOOLS, sglang_case
 
 PROGRAM = """
 import json, sys

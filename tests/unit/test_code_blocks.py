@@ -1,6 +1,6 @@
 """Every block of code in the documents is run, or read by what reads it. The blocks of the Chinese
 pages are those of the English ones (test_docs.py); command lines of train.py, slime-like and the
-server are parsed in test_example_command_lines.py, those of examples/extend run in the end-to-end
+server are parsed in scripts/test_example_command_lines.py, those of examples/extend run in the end-to-end
 tests."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from arguments.eval_sets import eval_sets_of
 from arguments.parse import parse_args
 from slime_like.metrics.logger import MetricsLogger
 from slime_like.metrics.trackers.base import trackers
-from tests.unit.test_example_command_lines import FIRST_RUNS, PAGES, ROOT, demo_files
+from tests.unit.scripts.test_example_command_lines import FIRST_RUNS, PAGES, ROOT, demo_files
 
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 BLOCKS = [

@@ -24,30 +24,30 @@ NAMED_AS_FAULTS = (
     "*safe_*",
 )
 FILES_OF_FAULTS = (
-    "unit/test_stopping.py", "unit/test_signed_store.py", "unit/test_folder_lock.py",
-    "unit/test_guards.py",
-    "unit/test_written_files.py", "unit/test_rendezvous.py", "unit/test_refusals.py",
-    "unit/test_replicas.py",
-    "unit/test_data_templates.py", "unit/test_import_utils.py", "unit/test_server_journal.py",
+    "unit/distributed/test_signals.py", "unit/distributed/test_signed_store.py", "unit/checkpoints/test_lock.py",
+    "unit/guards/test_guards.py",
+    "unit/checkpoints/test_written_files.py", "unit/distributed/test_rendezvous.py", "unit/losses/test_refusals.py",
+    "unit/checkpoints/test_replicas.py",
+    "unit/data/test_tokenizer.py", "unit/test_import_utils.py", "unit/tinker/test_journal.py",
     "e2e/test_elastic.py",
     "e2e/test_resume_identity.py", "e2e/test_wrong_command_lines.py", "e2e/test_user_exits.py",
 )  # fmt: skip
 # But these, which are there to show what is right where nothing is wrong.
 NO_FAULT = {
-    "unit/test_sglang_faults.py": "what_servers_answer_is_what_the_local_engine_samples "
+    "unit/sglang/test_faults.py": "what_servers_answer_is_what_the_local_engine_samples "
                                   "end_tokens_are_ignored_where_that_is_asked_for"
     " weights_in_requests memory_is_given_back_where_it_was_taken",
-    "unit/test_agent_harm.py": "answers_of_anthropics_form "
+    "unit/agents/test_harm.py": "answers_of_anthropics_form "
                                "a_template_that_knows_no_developer_is_given_a_system_message",
-    "unit/test_written_files.py": "a_line_is_amended",
-    "unit/test_rendezvous.py": "the_environment_says_where_to_meet",
-    "unit/test_refusals.py": "what_an_alias_stands_for_is_taken",
-    "unit/test_replicas.py": "a_part_is_what_was_written_and_nothing_else "
+    "unit/checkpoints/test_written_files.py": "a_line_is_amended",
+    "unit/distributed/test_rendezvous.py": "the_environment_says_where_to_meet",
+    "unit/losses/test_refusals.py": "what_an_alias_stands_for_is_taken",
+    "unit/checkpoints/test_replicas.py": "a_part_is_what_was_written_and_nothing_else "
                              "each_file_is_copied_once_by_nodes_in_turn"
     " a_file_is_copied_byte_by_byte",
     "e2e/test_wrong_command_lines.py": "there_are_enough help_of_the_program",
 }  # fmt: skip
-_CELL = re.compile(r"`(\w+/test_\w+\.py): ([\w ]+)`")
+_CELL = re.compile(r"`((?:\w+/)+test_\w+\.py): ([\w ]+)`")
 Test = tuple[str, str]  # file below tests/, name without test_
 
 
@@ -126,7 +126,7 @@ def test_a_test_without_a_row_and_a_row_without_a_test_are_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The two checks above see what they are for."""
-    file = "unit/test_folder_lock.py"
+    file = "unit/checkpoints/test_lock.py"
     fewer = {f: [t for t in tests if t[0] != file] for f, tests in rows("en").items()}
     monkeypatch.setattr(f"{__name__}.rows", lambda language: {**fewer, "new": [(file, "no_such")]})
     assert without_a_row(file) == names_in(file)

@@ -1,0 +1,175 @@
+"""Floating-point operations by formula, against those that torch counts in the modules; the speed
+that a rollout reports; rules about traces."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch.utils.flop_counter import FlopCounterMode
+
+import megatron_patches
+
+megatron_patches.apply()
+
+from megatron.core.utils import unwrap_model  # noqa: E402
+
+from slime_like.preflight.fake_world import world_as_rank  # noqa: E402
+from slime_like.preflight.flops import TERA, ForwardFlops, forward_flops, peak_tflops  # noqa: E402
+from slime_like.preflight.one_rank import build_rank  # noqa: E402
+from slime_like.preflight.passes import run_micro_batch  # noqa: E402
+from slime_like.trainer.throughput import Throughput  # noqa: E402
+from tests.unit.command_lines import complete, problems_of  # noqa: E402
+from tests.unit.preflight.test_check import DELTA_NETS, GLM4, MINIMAX, MOE, tiny  # noqa: E402
+
+TOKENS = 64
+LATENT = {
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3",
+    "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16,
+    "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 12, "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32, "n_shared_experts": 1, "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5, "n_group": 2,
+    "topk_group": 1, "norm_topk_prob": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc",
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({}, id="dense"),
+        pytest.param(DELTA_NETS, id="experts and delta nets"),
+        pytest.param(LATENT, id="latent"),
+        pytest.param(MOE, marks=pytest.mark.extended, id="experts"),
+        pytest.param({**LATENT, "q_lora_rank": None}, marks=pytest.mark.extended, id="whole q"),
+        pytest.param(MINIMAX, marks=pytest.mark.extended, id="MiniMax"),
+        pytest.param(GLM4, marks=pytest.mark.extended, id="GLM-4"),
+    ],
+)
+def test_products_with_weights(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """Forward and backward through megatron-core's own modules: three times the formula. Attention
+    and delta rules are not computed there, and the model ends at hidden states."""
+    run = tiny(tmp_path, changes=changes, world=1)
+    with world_as_rank(run.parallel, virtual_stages=None, rank=0, world_size=1) as layout:
+        built = build_rank(run.megatron, run.gpt, layout, gpu=True)
+        layers = list(unwrap_model(built.chunks[0]).decoder.layers)
+        with FlopCounterMode(display=False) as counter:
+            run_micro_batch(built, layers, TOKENS, gpu=True)
+    flops = forward_flops(run.megatron.transformer, run.gpt)
+    assert counter.get_total_flops() == 3 * TOKENS * flops.matrices
+    assert flops.head == 2 * 64 * 320
+
+
+def test_attention_and_delta_rules(tmp_path: Path) -> None:
+    """By hand: 4 layers of 4 heads of 16 numbers; a half of them delta nets; latent heads of
+    12 + 8 and 12."""
+    dense = forward_flops(
+        tiny(tmp_path, world=1).megatron.transformer, SimpleNamespace(vocab_size=0)
+    )  # type: ignore[arg-type]
+    assert (dense.pair, dense.mixing) == (4 * 4 * (2 * 16 + 2 * 16), 0)
+    run = tiny(tmp_path, changes=DELTA_NETS, world=1)
+    mixed = forward_flops(run.megatron.transformer, run.gpt)
+    channels = 2 * 2 * 12 + 4 * 10
+    assert mixed.pair == dense.pair / 2
+    assert mixed.mixing == 2 * (2 * 4 * channels + 6 * 4 * 12 * 10)
+    run = tiny(tmp_path, changes=LATENT, world=1)
+    assert forward_flops(run.megatron.transformer, run.gpt).pair == 4 * 4 * 2 * (12 + 8 + 12)
+
+
+def test_sequences() -> None:
+    """Products grow with tokens, attention with half of the square of each sequence."""
+    flops = ForwardFlops(matrices=10, mixing=1, pair=2, head=100)
+    assert flops.of_sequences([3, 5]) == (80, 8 + 2 * (9 + 25) / 2)
+    near = ForwardFlops(matrices=0, mixing=0, pair=0, head=0, windowed=2, window=4)
+    assert near.of_sequences([3, 10]) == (0, 9 + 2 * (16 / 2 + 6 * 4))
+
+
+def test_windows(tmp_path: Path) -> None:
+    """Two of four layers."""
+    run = tiny(tmp_path, world=1)
+    whole = forward_flops(run.megatron.transformer, run.gpt)
+    config = copy.copy(run.megatron.transformer)
+    config.window_size, config.window_attn_skip_freq = (15, 0), [1, 0, 1, 0]
+    cut = forward_flops(config, run.gpt)
+    assert (cut.window, cut.windowed, cut.pair) == (16, whole.pair / 2, whole.pair / 2)
+    assert cut.of_sequences([16]) == whole.of_sequences([16])
+
+
+def test_sparse_attention(tmp_path: Path) -> None:
+    """Up to so many keys, all of them."""
+    run = tiny(tmp_path, world=1)
+    whole, config = (
+        forward_flops(run.megatron.transformer, run.gpt),
+        copy.copy(run.megatron.transformer),
+    )
+    config.index_topk = 16  # type: ignore[attr-defined]
+    sparse = forward_flops(config, run.gpt)
+    assert (sparse.window, sparse.windowed, sparse.pair) == (16, whole.pair, 0)
+    assert sparse.of_sequences([16]) == whole.of_sequences([16])
+
+
+def test_a_rollout(tmp_path: Path) -> None:
+    """Twice the devices: half of the speed of each. An adapter's base needs two products of
+    three."""
+    found = {}
+    for name, more in (
+        ("all", ()),
+        ("adapter", ("--transformer-impl", "local", "--lora-rank", "4")),
+    ):
+        run = tiny(tmp_path, *more, "--device-peak-tflops", "0.5", world=1)
+        speed = Throughput(run, devices=2, device="", log_prob_passes=2)
+        seconds = {"perf/train_s": 2.0, "perf/log_probs_s": 1.0, "perf/step_s": 5.0}
+        found[name] = speed.metrics([(30, 20), (10, 0)], seconds)
+        flops = forward_flops(run.megatron.transformer, run.gpt)
+    weights = 40 * flops.matrices + 20 * flops.head
+    rest = flops.pair * (900 + 100) / 2
+    trained = (3 * weights + 3 * rest) / 2 / 2 / TERA
+    scored = 2 * (weights + rest) / 2 / TERA
+    assert found["all"] == pytest.approx({
+        "perf/actor_train_tflops": trained, "perf/actor_train_tok_per_s": 20.0,
+        "perf/log_probs_tflops": scored,
+        "perf/tokens_per_s_per_device": 4.0, "perf/step_tflops": (2 * trained + scored) / 5,
+        "perf/mfu": trained / 0.5, "perf/step_mfu": (2 * trained + scored) / 5 / 0.5,
+    }, rel=1e-12)  # fmt: skip
+    saved = found["all"]["perf/actor_train_tflops"] - found["adapter"]["perf/actor_train_tflops"]
+    assert saved == pytest.approx(weights / 2 / 2 / TERA, rel=1e-9)
+    assert Throughput(run, devices=1, device="", log_prob_passes=0).metrics([], seconds) == {}
+
+
+@pytest.mark.parametrize(
+    ("device", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.4),
+        ("NVIDIA H100 PCIe", 756.0),
+        ("NVIDIA H200", 989.4),
+        ("NVIDIA H20", 148.0),
+        ("NVIDIA A100-SXM4-80GB", 312.0),
+        ("NVIDIA A10G", None),
+        ("Tesla V100-SXM2-16GB", 125.0),
+        ("NVIDIA GB200", 2500.0),
+        ("AMD Instinct MI300X", 1307.4),
+        ("", None),
+    ],
+)
+def test_peaks(device: str, peak: float | None) -> None:
+    assert peak_tflops(device) == peak
+
+
+WRONG = {
+    "--profile --profile-step-start 0 --profile-step-end 0": "must be >= 1",
+    "--profile --profile-step-start 1 --profile-step-end 1": "must be above --profile-step-start 1",
+    "--profile": "--num-rollout 2; legal: 0 to 1",
+    "--use-pytorch-profiler --profile-step-start 0 --profile-ranks 0 1": "legal ranks: 0 to 0",
+    "--memory-snapshot-num-steps 3": "--record-memory-history",
+    "--record-memory-history": "requires a CUDA device",
+}
+
+
+@pytest.mark.parametrize(("flags", "message"), WRONG.items())
+def test_wrong_settings(tmp_path: Path, flags: str, message: str) -> None:
+    assert any(message in str(p) for p in problems_of(complete(tmp_path, *flags.split())))
