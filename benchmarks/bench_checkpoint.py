@@ -59,7 +59,7 @@ def measure(
 
     model = folder / "model"
     save_model(model, hidden_size=hidden_size, num_layers=num_layers)
-    run = parse_args(
+    config = parse_args(
         f"--hf-checkpoint {model} --debug-train-only --load-debug-rollout-data "
         f"{folder}/none_{{rollout_id}} --lr 1e-3 --num-rollout 1 "
         "--rollout-batch-size 1 --n-samples-per-prompt 1 --loss-type policy_loss".split(),
@@ -68,8 +68,8 @@ def measure(
     state = {"data": None}
     seconds: dict[str, float] = {}
     final = folder / "checkpoints" / "iter_0000001"
-    with process_groups(run.parallel, virtual_stages=None, seed=1) as layout:
-        backend = MegatronBackend(run, layout, total_steps=1)
+    with process_groups(config.parallel, virtual_stages=None, seed=1) as layout:
+        backend = MegatronBackend(config, layout, total_steps=1)
         sizes = []
 
         def save(asynchronous: bool) -> None:

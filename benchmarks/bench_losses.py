@@ -101,11 +101,11 @@ def demo_backend(work: Path) -> Iterator[MegatronBackend]:
     make_model(tokenizer, hidden_size=64, num_layers=2, seed=1).save_pretrained(work / "model")
     words = [*FLAGS.format(micro=MICRO_BATCH).split(), "--hf-checkpoint", str(work / "model")]
     (work / "rollout_0.pt").touch()
-    run = parse_args(
+    config = parse_args(
         [*words, "--load-debug-rollout-data", str(work / "rollout_{rollout_id}.pt")], 1
     )
-    with process_groups(run.parallel, virtual_stages=None, seed=1) as layout:
-        yield MegatronBackend(run, layout, total_steps=1000)
+    with process_groups(config.parallel, virtual_stages=None, seed=1) as layout:
+        yield MegatronBackend(config, layout, total_steps=1000)
 
 
 def demo_samples(backend: MegatronBackend) -> list[TrainSample]:

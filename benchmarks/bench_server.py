@@ -299,9 +299,9 @@ def direct_host(model: Path) -> Iterator[Any]:
     from slime_like.megatron.init import process_groups
     from slime_like.tinker.worker_backend import ModelHost
 
-    run = parse_args(["--hf-checkpoint", str(model)], 1, SERVER)
-    with process_groups(run.parallel, virtual_stages=None, seed=run.model.seed) as layout:
-        host = ModelHost(run, layout)
+    config = parse_args(["--hf-checkpoint", str(model)], 1, SERVER)
+    with process_groups(config.parallel, virtual_stages=None, seed=config.model.seed) as layout:
+        host = ModelHost(config, layout)
         lora = {"rank": 8, "seed": 1, "train_attn": True, "train_mlp": True, "train_unembed": False}
         host.execute({"op": "create", "model": "m", "role": "policy", "policy": None, "lora": lora})
         yield host

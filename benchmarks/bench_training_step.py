@@ -193,7 +193,7 @@ def hugging_face_step(
 
 
 def our_step(
-    folder: Path, sizes: Sizes, run: Any, layout: Any
+    folder: Path, sizes: Sizes, config: Any, layout: Any
 ) -> Callable[[], tuple[float, float]]:
     """`MegatronBackend.update`."""
     import dataclasses
@@ -203,9 +203,11 @@ def our_step(
     from slime_like.megatron.backend import MegatronBackend
     from slime_like.types import TrainBatch
 
-    backend = MegatronBackend(run, layout, total_steps=100)
+    backend = MegatronBackend(config, layout, total_steps=100)
     samples, old, advantages = make_samples(sizes)
-    plan = step_plan(run.algorithm, run.megatron.transformer, run.gpt.vocab_size or 0, layout)
+    plan = step_plan(
+        config.algorithm, config.megatron.transformer, config.gpt.vocab_size or 0, layout
+    )
     shares = plan.assign(samples)
     (mine,) = train_samples(plan, samples, reduction="token_mean", assignment=shares)
     places = shares.local_indices
@@ -277,9 +279,11 @@ def worker(name: str, folder: Path, sizes: Sizes) -> None:
             f"--adam-beta2 0.999 --weight-decay 0.01 --eps-clip {CLIP} --loss-reduction "
             f"token_mean {flags}"
         )
-        run = parse_args(words.split(), method.ranks)
-        with process_groups(run.parallel, virtual_stages=run.virtual_stages, seed=1) as layout:
-            found = measure(our_step(folder, sizes, run, layout), sizes.steps)
+        config = parse_args(words.split(), method.ranks)
+        with process_groups(
+            config.parallel, virtual_stages=config.virtual_stages, seed=1
+        ) as layout:
+            found = measure(our_step(folder, sizes, config, layout), sizes.steps)
     (folder / f"found-{rank}.json").write_text(json.dumps(found))
 
 

@@ -199,11 +199,11 @@ def _depends_on_split(s: ConfigGroups, loss: PolicyLoss) -> dict[str, tuple[bool
     }
 
 
-def check_branches(run: ConfigGroups) -> None:
+def check_branches(config: ConfigGroups) -> None:
     """Raise ValueError naming a flag that is incompatible with multi-sequence episodes. Call before
     training on a rollout that has such episodes."""
-    loss = policy_losses.get(run.algorithm.policy_loss_type).with_config(run.policy_loss)
-    for name, (is_set, reason) in _depends_on_split(run, loss).items():
+    loss = policy_losses.get(config.algorithm.policy_loss_type).with_config(config.policy_loss)
+    for name, (is_set, reason) in _depends_on_split(config, loss).items():
         if is_set:
             raise ValueError(
                 f"{flag_name(name)} cannot be combined with a generate function that returns "

@@ -48,11 +48,11 @@ def critic_warnings(critic: CriticConfig, steps: int) -> Iterator[str]:
         )
 
 
-def run_warnings(run: RunConfig, steps: int) -> Iterator[str]:
+def run_warnings(config: RunConfig, steps: int) -> Iterator[str]:
     """For a run with a length that only its data tell (--num-epoch)."""
-    yield from schedule_warnings(run.schedule, run.megatron.optimizer.min_lr, steps)
-    if run.trains_critic:
-        yield from critic_warnings(run.critic, steps)
+    yield from schedule_warnings(config.schedule, config.megatron.optimizer.min_lr, steps)
+    if config.trains_critic:
+        yield from critic_warnings(config.critic, steps)
 
 
 def _steps(s: Settings) -> int:

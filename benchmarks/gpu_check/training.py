@@ -59,9 +59,9 @@ def trainer(words: str, of: StepSizes, folder: str) -> Iterator[tuple[Any, Any]]
         "--loss-reduction token_mean "
         f"--use-dynamic-batch-size --max-tokens-per-gpu {of.budget}"
     )
-    run = parse_args(f"{common} {words}".split(), 1)
-    with process_groups(run.parallel, virtual_stages=run.virtual_stages, seed=1) as layout:
-        yield run, layout
+    config = parse_args(f"{common} {words}".split(), 1)
+    with process_groups(config.parallel, virtual_stages=config.virtual_stages, seed=1) as layout:
+        yield config, layout
 
 
 def losses_and_norms(precision: str, sizes: Sizes) -> dict[str, list[float]]:
@@ -70,8 +70,8 @@ def losses_and_norms(precision: str, sizes: Sizes) -> dict[str, list[float]]:
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder), of, "dense")
         flags = f"--hf-checkpoint {folder} {'--bf16' if precision == 'bf16' else ''}"
-        with trainer(flags, of, folder) as (run, layout):
-            step = our_step(Path(folder), of, run, layout)
+        with trainer(flags, of, folder) as (config, layout):
+            step = our_step(Path(folder), of, config, layout)
             found = [step() for _ in range(sizes.steps)]
     return {"loss": [loss for loss, _ in found], "grad_norm": [norm for _, norm in found]}
 
@@ -129,14 +129,14 @@ def _speed(model: str, tokens: int, sizes: Sizes) -> Figures:
         flags += f" {RECOMPUTE}"
     with (
         tempfile.TemporaryDirectory() as folder,
-        trainer(f"{flags} --bf16", of, folder) as (run, layout),
+        trainer(f"{flags} --bf16", of, folder) as (config, layout),
     ):
-        step = our_step(Path(folder), of, run, layout)
+        step = our_step(Path(folder), of, config, layout)
         samples = make_samples(of)[0]
         lengths = [sample.total_length for sample in samples]
         taken = seconds(step, repeats=sizes.model_steps, warm_up=1)
         flops = step_flops(
-            forward_flops(run.megatron.transformer, run.gpt),
+            forward_flops(config.megatron.transformer, config.gpt),
             lengths,
             sum(sample.response_length for sample in samples),
         )
@@ -181,9 +181,9 @@ def offload(sizes: Sizes) -> Figures:
     flags = REHEARSED if sizes.rehearse else MODELS["0.6B"]
     with (
         tempfile.TemporaryDirectory() as folder,
-        trainer(f"{flags} --bf16", TINY, folder) as (run, layout),
+        trainer(f"{flags} --bf16", TINY, folder) as (config, layout),
     ):
-        network = MegatronBackend(run, layout, total_steps=1).trained
+        network = MegatronBackend(config, layout, total_steps=1).trained
         before = [tensor.detach().cpu().clone() for tensor in network.tensors()]
         held = sum(storage.nbytes() for storage in storages_of(network))
         allocated = torch.cuda.memory_allocated() if has_gpu() else held

@@ -187,10 +187,10 @@ def whole_gradients(module: Any) -> None:
             dist.all_gather(shards, shards[dist.get_rank(group)].clone(), group=group)
 
 
-def in_float64(run: RunConfig | CriticModel) -> None:
+def in_float64(config: RunConfig | CriticModel) -> None:
     """Make the networks of this run compute in float64. There is no flag for it, since it is of no
     use in training."""
-    transformer = run.megatron.transformer
+    transformer = config.megatron.transformer
     transformer.params_dtype = transformer.pipeline_dtype = torch.float64
     if transformer.num_moe_experts is not None:
         transformer.moe_router_dtype = "fp64"
@@ -205,10 +205,10 @@ def train(
         "--lr 3e-4 --adam-eps 1e-6 --weight-decay 0.1 --clip-grad 1.0 --entropy-coef 0.01 "
         "--use-kl-loss --kl-loss-coef 0.3"
     )
-    run = settings(folder, f"{common} --ref-load {folder} {flags}")
+    config = settings(folder, f"{common} --ref-load {folder} {flags}")
     if precision == "float64":
-        in_float64(run)
-    built = MegatronBackend(run, layout, total_steps=STEPS)
+        in_float64(config)
+    built = MegatronBackend(config, layout, total_steps=STEPS)
     first = share(train_samples(1), layout)
     log_probs = [s.log_probs.cpu() for s in built.forward(first.samples)]
     losses = []

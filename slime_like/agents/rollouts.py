@@ -352,7 +352,7 @@ def _make_agent(config: AgentsConfig, output_dir: Path) -> _Agent | None:
 
 
 def agent_generate(
-    run: RunConfig, tokenizer: PreTrainedTokenizerBase, rank: int, output_dir: Path
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase, rank: int, output_dir: Path
 ) -> AgentGenerate | None:
     """The agent runner of --agent-function-path, --agent-command, --agent-environment or
     --agent-worker-keys; None without these. Raises ValueError naming the flag.
@@ -360,57 +360,57 @@ def agent_generate(
     Args:
         output_dir: Of the run; gets what programs print.
     """
-    config = run.agents
-    agent = _make_agent(config, output_dir)
+    agents = config.agents
+    agent = _make_agent(agents, output_dir)
     if agent is None:
         return None
-    end_ids = end_ids_of(run, tokenizer)
+    end_ids = end_ids_of(config, tokenizer)
     ChatTemplate(tokenizer, end_ids)  # rejects tokenizers without a template early
-    if config.agent_tool_format == TRANSFORMERS and default_format(tokenizer) != TRANSFORMERS:
+    if agents.agent_tool_format == TRANSFORMERS and default_format(tokenizer) != TRANSFORMERS:
         raise ValueError(f"{TOOL_FORMAT} {TRANSFORMERS}: the tokenizer has no response_template")
-    port = config.agent_port + rank if config.agent_port else 0
-    estimator = advantage_estimators.get(run.algorithm.advantage_estimator)
+    port = agents.agent_port + rank if agents.agent_port else 0
+    estimator = advantage_estimators.get(config.algorithm.advantage_estimator)
     return AgentGenerate(
         agent.name,
         agent.play,
         Gateway(
-            config.agent_host,
+            agents.agent_host,
             port,
-            max_body=int(config.agent_max_body_mb * 2**20),
-            connections=CONNECTIONS + config.agent_episodes * (config.agent_concurrency + WAITING),
+            max_body=int(agents.agent_max_body_mb * 2**20),
+            connections=CONNECTIONS + agents.agent_episodes * (agents.agent_concurrency + WAITING),
             tasks=agent.tasks,
         ),
         end_ids=end_ids,
-        template_arguments=run.data.apply_chat_template_kwargs,
-        tool_format=config.agent_tool_format,
+        template_arguments=config.data.apply_chat_template_kwargs,
+        tool_format=agents.agent_tool_format,
         limits=SessionLimits(
-            config.agent_max_turns,
-            config.agent_concurrency,
-            positions=run.gpt.max_position_embeddings,
-            tokens=config.agent_max_answer_tokens,
-            reward=run.reward.max_abs_reward,
+            agents.agent_max_turns,
+            agents.agent_concurrency,
+            positions=config.gpt.max_position_embeddings,
+            tokens=agents.agent_max_answer_tokens,
+            reward=config.reward.max_abs_reward,
         ),
-        timeout_s=config.agent_timeout_s,
-        episodes=config.agent_episodes,
-        observations=run.algorithm.observation_loss_coef > 0,
-        pauses=run.scheduling.partial_rollout,
-        attempts=1 if agent.tasks is None else 1 + config.agent_retries,
+        timeout_s=agents.agent_timeout_s,
+        episodes=agents.agent_episodes,
+        observations=config.algorithm.observation_loss_coef > 0,
+        pauses=config.scheduling.partial_rollout,
+        attempts=1 if agent.tasks is None else 1 + agents.agent_retries,
         own_timeout=agent.tasks is not None,
         by_turn=isinstance(estimator, TurnEstimator),
         by_token=follows_tokens(estimator),
     )
 
 
-def end_ids_of(run: RunConfig, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+def end_ids_of(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """Tokens that end a completion: the checkpoint's, the tokenizer's and
     --rollout-stop-token-ids."""
     from transformers import AutoConfig
 
     from slime_like.engines.local.engine import end_token_ids
 
-    folder = str(run.model.hf_checkpoint)
-    trust = run.model.trust_remote_code
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust)
-    return end_token_ids(folder, config, tokenizer) | frozenset(
-        run.rollout.rollout_stop_token_ids or ()
+    folder = str(config.model.hf_checkpoint)
+    trust = config.model.trust_remote_code
+    model_config = AutoConfig.from_pretrained(folder, trust_remote_code=trust)
+    return end_token_ids(folder, model_config, tokenizer) | frozenset(
+        config.rollout.rollout_stop_token_ids or ()
     )

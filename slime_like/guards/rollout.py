@@ -163,22 +163,22 @@ def _difference(
     return train_rollout_difference(old, rollout_log_probs, masks, group)
 
 
-def train_rollout_limit(run: RunConfig) -> float:
+def train_rollout_limit(config: RunConfig) -> float:
     """Largest legal mean log-prob difference between trainer and rollout engine, in nats."""
-    if run.guards.max_train_rollout_diff is not None:
-        return run.guards.max_train_rollout_diff
+    if config.guards.max_train_rollout_diff is not None:
+        return config.guards.max_train_rollout_diff
     exact = (
-        run.megatron.transformer.params_dtype == torch.float32
+        config.megatron.transformer.params_dtype == torch.float32
         and not torch.cuda.is_available()
-        and not serves_quantized(run)
+        and not serves_quantized(config)
     )
     return 1e-3 if exact else 0.1
 
 
-def serves_quantized(run: RunConfig) -> bool:
+def serves_quantized(config: RunConfig) -> bool:
     """Whether servers hold quantised weights, in the format of --hf-checkpoint."""
-    folder = run.model.hf_checkpoint
-    takes_quantized = engine_traits(run.rollout.rollout_engine).takes_quantized
+    folder = config.model.hf_checkpoint
+    takes_quantized = engine_traits(config.rollout.rollout_engine).takes_quantized
     return takes_quantized and bool(folder and folder_quantization(folder))
 
 

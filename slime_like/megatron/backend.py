@@ -90,42 +90,42 @@ class MegatronBackend:
     """The networks of this rank: the policy and, as needed, reference model, distillation teacher
     and critic."""
 
-    def __init__(self, run: RunConfig, layout: ParallelLayout, *, total_steps: int) -> None:
+    def __init__(self, config: RunConfig, layout: ParallelLayout, *, total_steps: int) -> None:
         """
         Args:
             total_steps: Optimizer steps of the run, for the learning-rate schedules. The first ones
                 may train the critic only.
         """
         self.layout = layout
-        self.algorithm = run.algorithm
-        self.gpt = run.gpt
-        self.transformer = run.megatron.transformer
+        self.algorithm = config.algorithm
+        self.gpt = config.gpt
+        self.transformer = config.megatron.transformer
         self.device = device_of_this_process()
         self.hf: HfModel | None = None
-        if run.model.hf_checkpoint:
-            self.hf = read_hf_model(run.model.hf_checkpoint)
-        self.head = make_head(run, layout, temperature=run.log_prob_temperature)
-        self.objective = make_objective(run)
-        self._prediction = make_prediction_loss(run, self.head)
-        self._hf_checkpoint = run.model.hf_checkpoint
-        self.seed = run.model.seed
-        self._bucket_bytes = run.sglang.update_weight_buffer_size
+        if config.model.hf_checkpoint:
+            self.hf = read_hf_model(config.model.hf_checkpoint)
+        self.head = make_head(config, layout, temperature=config.log_prob_temperature)
+        self.objective = make_objective(config)
+        self._prediction = make_prediction_loss(config, self.head)
+        self._hf_checkpoint = config.model.hf_checkpoint
+        self.seed = config.model.seed
+        self._bucket_bytes = config.sglang.update_weight_buffer_size
 
-        self.policy = make_policy(run, layout, self.hf, total_steps=total_steps)
-        self.adapter_shape = self._start_adapter(run.lora.lora_adapter_path)
-        self.reference = make_reference(run, self.policy)
-        self.averaged = make_self_teacher(run, self.policy)
-        self.teacher = make_teacher(run, layout)
-        if run.distillation.teaches_itself:
-            self.teacher = self_teacher(run, self.policy, self.averaged)
+        self.policy = make_policy(config, layout, self.hf, total_steps=total_steps)
+        self.adapter_shape = self._start_adapter(config.lora.lora_adapter_path)
+        self.reference = make_reference(config, self.policy)
+        self.averaged = make_self_teacher(config, self.policy)
+        self.teacher = make_teacher(config, layout)
+        if config.distillation.teaches_itself:
+            self.teacher = self_teacher(config, self.policy, self.averaged)
         self.critic: TrainedNetwork | None = None
-        if run.trains_critic:
-            self.critic = make_critic(run, self.policy, total_steps=total_steps)
+        if config.trains_critic:
+            self.critic = make_critic(config, self.policy, total_steps=total_steps)
             start_from_policy(self.critic, self.policy)
-        self._value_loss = run.value_loss
-        self.critic_rank = run.critic.critic_lora_rank
-        self._rollout_routing_replay = run.rollout.use_rollout_routing_replay
-        self.resets_reference = run.model.ref_update_interval is not None
+        self._value_loss = config.value_loss
+        self.critic_rank = config.critic.critic_lora_rank
+        self._rollout_routing_replay = config.rollout.use_rollout_routing_replay
+        self.resets_reference = config.model.ref_update_interval is not None
 
     @property
     def trained(self) -> TrainedNetwork:

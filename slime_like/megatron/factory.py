@@ -80,84 +80,86 @@ class NetworkSettings:
         )
 
 
-def network_settings(run: RunConfig) -> NetworkSettings:
+def network_settings(config: RunConfig) -> NetworkSettings:
     """The settings of the policy."""
-    megatron = run.megatron
-    impl = run.model.transformer_impl
-    shape = (megatron.transformer, run.gpt, impl)
-    return NetworkSettings(*shape, megatron.ddp, megatron.optimizer, run.schedule)
+    megatron = config.megatron
+    impl = config.model.transformer_impl
+    shape = (megatron.transformer, config.gpt, impl)
+    return NetworkSettings(*shape, megatron.ddp, megatron.optimizer, config.schedule)
 
 
-def critic_settings(run: RunConfig) -> NetworkSettings:
+def critic_settings(config: RunConfig) -> NetworkSettings:
     """The policy's model, in the critic's layout and with its learning rate and warm-up."""
-    assert run.critic_model is not None
-    megatron = run.critic_model.megatron
+    assert config.critic_model is not None
+    megatron = config.critic_model.megatron
     return NetworkSettings(
         megatron.transformer,
-        run.gpt,
-        run.model.transformer_impl,
+        config.gpt,
+        config.model.transformer_impl,
         megatron.ddp,
-        critic_optimizer(megatron.optimizer, run.critic),
-        critic_schedule(run.schedule, run.critic),
+        critic_optimizer(megatron.optimizer, config.critic),
+        critic_schedule(config.schedule, config.critic),
     )
 
 
 def make_policy(
-    run: RunConfig, layout: ParallelLayout, hf: HfModel | None, *, total_steps: int
+    config: RunConfig, layout: ParallelLayout, hf: HfModel | None, *, total_steps: int
 ) -> Network:
     """The policy with the weights of --hf-checkpoint, if given; a reward model starts with a zero
     head. hf: the parsed config.json. total_steps: optimizer steps of the whole run; the first may
     train the critic only."""
-    critic_only_rollouts = run.critic.num_critic_only_steps
-    critic_only = critic_only_rollouts * (run.algorithm.num_steps_per_rollout or 1)
-    settings = network_settings(run)
+    critic_only_rollouts = config.critic.num_critic_only_steps
+    critic_only = critic_only_rollouts * (config.algorithm.num_steps_per_rollout or 1)
+    settings = network_settings(config)
     shape = (*settings.shape, layout)
     training = settings.training(total_steps=max(1, total_steps - critic_only))
     policy: Network
-    if run.debug.debug_rollout_only:
+    if config.debug.debug_rollout_only:
         policy = Network(*shape)
-    elif run.lora.lora_rank:
+    elif config.lora.lora_rank:
         assert hf is not None, "checked on the command line"
         policy = LoraNetwork(
-            LoraBase(*shape, hf=hf), lora_spec(run.lora, run.model.seed), **training
+            LoraBase(*shape, hf=hf), lora_spec(config.lora, config.model.seed), **training
         )
     else:
-        is_reward_model = run.algorithm.trains_reward_model
-        tied = not (run.gpt.untie_embeddings_and_output_weights or is_reward_model)
+        is_reward_model = config.algorithm.trains_reward_model
+        tied = not (config.gpt.untie_embeddings_and_output_weights or is_reward_model)
         # a bias cancels in score differences, and sequence classifiers have none
         extra = (f"^{HEAD}bias$",) if is_reward_model else ()
-        parameters = FrozenParameters.of(run.model, tied=tied, extra=extra)
+        parameters = FrozenParameters.of(config.model, tied=tied, extra=extra)
         policy = TrainedNetwork(*shape, **training, value_head=is_reward_model, frozen=parameters)
-    if run.model.hf_checkpoint:
-        policy.load_hf(run.model.hf_checkpoint)
+    if config.model.hf_checkpoint:
+        policy.load_hf(config.model.hf_checkpoint)
     return policy
 
 
-def make_critic(run: RunConfig, policy: Network, *, total_steps: int) -> TrainedNetwork:
+def make_critic(config: RunConfig, policy: Network, *, total_steps: int) -> TrainedNetwork:
     """The critic, with random weights (see `start_from_policy`), or an adapter on the policy's
     base. total_steps: the critic's optimizer steps in the whole run."""
-    settings = critic_settings(run)
+    settings = critic_settings(config)
     training = settings.training(total_steps=total_steps)
-    if run.critic.critic_lora_rank:
+    if config.critic.critic_lora_rank:
         assert isinstance(policy, LoraNetwork), "checked on the command line"
         return LoraNetwork(
             policy.base,
-            critic_lora_spec(run.lora, run.critic.critic_lora_rank, run.model.seed),
+            critic_lora_spec(config.lora, config.critic.critic_lora_rank, config.model.seed),
             **training,
         )
-    layout = critic_layout(run, policy.layout)
+    layout = critic_layout(config, policy.layout)
     return TrainedNetwork(*settings.shape, layout, **training, value_head=True)
 
 
-def critic_layout(run: RunConfig, policy: ParallelLayout) -> ParallelLayout:
+def critic_layout(config: RunConfig, policy: ParallelLayout) -> ParallelLayout:
     """The policy's layout if the sizes are equal, otherwise a separate one over the same
     processes."""
-    assert run.critic_model is not None
-    parallel = run.critic_model.parallel
-    if parallel.grid == run.parallel.grid:
+    assert config.critic_model is not None
+    parallel = config.critic_model.parallel
+    if parallel.grid == config.parallel.grid:
         return policy
     return make_further_layout(
-        parallel, virtual_stages=parallel.num_virtual_stages_per_pipeline_rank, seed=run.model.seed
+        parallel,
+        virtual_stages=parallel.num_virtual_stages_per_pipeline_rank,
+        seed=config.model.seed,
     )
 
 
@@ -197,63 +199,69 @@ def critic_schedule(policy: ScheduleConfig, critic: CriticConfig) -> ScheduleCon
     )
 
 
-def make_reference(run: RunConfig, policy: Network) -> FrozenModel | None:
+def make_reference(config: RunConfig, policy: Network) -> FrozenModel | None:
     """The reference model, in the policy's layout: with LoRA the base model, otherwise a separate
     network; None if no loss term needs it."""
-    if not needs_reference(run.algorithm):
+    if not needs_reference(config.algorithm):
         return None
-    if isinstance(policy, LoraNetwork) and run.reference_is_base:
+    if isinstance(policy, LoraNetwork) and config.reference_is_base:
         return policy.base
-    assert run.model.ref_load is not None, "checked on the command line"
-    verify = not run.checkpoint.no_verify_checkpoint
+    assert config.model.ref_load is not None, "checked on the command line"
+    verify = not config.checkpoint.no_verify_checkpoint
     load = partial(
         load_network,
-        root=run.model.ref_load,
+        root=config.model.ref_load,
         flag="--ref-load",
-        step=run.model.ref_ckpt_step,
+        step=config.model.ref_ckpt_step,
         verify=verify,
     )
-    if run.model.ref_offload:
+    if config.model.ref_offload:
         return OffloadedWeights(policy.base if isinstance(policy, LoraNetwork) else policy, load)
-    transformer, gpt, impl = network_settings(run).shape
+    transformer, gpt, impl = network_settings(config).shape
     plain = dataclasses.replace(gpt, mtp_num_layers=None)
     return frozen(Network(transformer, plain, impl, policy.layout), load)
 
 
-def make_teacher(run: RunConfig, layout: ParallelLayout) -> FrozenModel | None:
+def make_teacher(config: RunConfig, layout: ParallelLayout) -> FrozenModel | None:
     """The Megatron teacher of on-policy distillation; None without one."""
-    if run.teacher is None:
+    if config.teacher is None:
         return None
-    assert run.distillation.opd_teacher_load is not None
-    teacher = Network(run.teacher.transformer, run.teacher.gpt, run.model.transformer_impl, layout)
+    assert config.distillation.opd_teacher_load is not None
+    teacher = Network(
+        config.teacher.transformer, config.teacher.gpt, config.model.transformer_impl, layout
+    )
     load = partial(
         load_network,
-        root=run.distillation.opd_teacher_load,
+        root=config.distillation.opd_teacher_load,
         flag="--opd-teacher-load",
-        step=run.distillation.opd_teacher_ckpt_step,
-        verify=not run.checkpoint.no_verify_checkpoint,
+        step=config.distillation.opd_teacher_ckpt_step,
+        verify=not config.checkpoint.no_verify_checkpoint,
     )
     return frozen(teacher, load)
 
 
-def make_self_teacher(run: RunConfig, policy: Network) -> AveragedNetwork | None:
+def make_self_teacher(config: RunConfig, policy: Network) -> AveragedNetwork | None:
     """The teacher of self-distillation, if it has its own weights."""
-    config = run.distillation
-    if not config.own_teacher or isinstance(policy, LoraNetwork) or run.debug.debug_rollout_only:
+    distillation = config.distillation
+    if (
+        not distillation.own_teacher
+        or isinstance(policy, LoraNetwork)
+        or config.debug.debug_rollout_only
+    ):
         return None
-    transformer, gpt, impl = network_settings(run).shape
+    transformer, gpt, impl = network_settings(config).shape
     plain = dataclasses.replace(gpt, mtp_num_layers=None)
-    rate = config.opd_ema_rate if config.opd_self_teacher == "ema" else 0.0
+    rate = distillation.opd_ema_rate if distillation.opd_self_teacher == "ema" else 0.0
     teacher = AveragedNetwork(Network(transformer, plain, impl, policy.layout), rate)
     teacher.start(policy)
     return teacher
 
 
-def self_teacher(run: RunConfig, policy: Network, averaged: AveragedNetwork | None) -> Network:
+def self_teacher(config: RunConfig, policy: Network, averaged: AveragedNetwork | None) -> Network:
     """The network that computes the teacher's log-probs in self-distillation."""
     if averaged is not None:
         return averaged.network
-    if run.distillation.opd_self_teacher == "base" and isinstance(policy, LoraNetwork):
+    if config.distillation.opd_self_teacher == "base" and isinstance(policy, LoraNetwork):
         return policy.base
     return policy
 
@@ -291,29 +299,29 @@ def needs_reference(algorithm: AlgorithmConfig) -> bool:
     return algorithm.use_kl_loss or algorithm.kl_coef != 0 or algorithm.compares_with_reference
 
 
-def make_head(run: RunConfig, layout: ParallelLayout, *, temperature: float) -> LogProbHead:
+def make_head(config: RunConfig, layout: ParallelLayout, *, temperature: float) -> LogProbHead:
     """The output head. temperature: divides the logits."""
     return LogProbHead(
-        run.gpt.vocab_size or 0,
+        config.gpt.vocab_size or 0,
         temperature,
         layout,
-        sequence_parallel=run.megatron.transformer.sequence_parallel,
-        chunk_size=run.algorithm.log_probs_chunk_size,
+        sequence_parallel=config.megatron.transformer.sequence_parallel,
+        chunk_size=config.algorithm.log_probs_chunk_size,
     )
 
 
-def make_prediction_loss(run: RunConfig, head: LogProbHead) -> TokenLoss | None:
+def make_prediction_loss(config: RunConfig, head: LogProbHead) -> TokenLoss | None:
     """The loss of multi-token prediction layers, None without any."""
-    if not run.gpt.mtp_num_layers:
+    if not config.gpt.mtp_num_layers:
         return None
     from slime_like.megatron.prediction_loss import PredictionLoss
 
-    return PredictionLoss(head, run.gpt.mtp_loss_scaling_factor, run.gpt.mtp_soft_targets)
+    return PredictionLoss(head, config.gpt.mtp_loss_scaling_factor, config.gpt.mtp_soft_targets)
 
 
-def make_objective(run: RunConfig) -> Objective:
+def make_objective(config: RunConfig) -> Objective:
     """The training objective of the policy."""
-    algorithm = run.algorithm
+    algorithm = config.algorithm
     terms = LossTerms(
         kl_loss_coef=algorithm.kl_loss_coef if algorithm.use_kl_loss else 0.0,
         kl_loss_type=algorithm.kl_loss_type or "low_var_kl",
@@ -321,11 +329,11 @@ def make_objective(run: RunConfig) -> Objective:
         entropy_coef=algorithm.entropy_coef,
         positive_nll_coef=algorithm.positive_nll_coef,
         observation_loss_coef=algorithm.observation_loss_coef,
-        distillation_coef=run.distillation.opd_kl_coef if run.distillation.opd_topk else 0.0,
-        distillation_alpha=run.distillation.opd_alpha,
+        distillation_coef=config.distillation.opd_kl_coef if config.distillation.opd_topk else 0.0,
+        distillation_alpha=config.distillation.opd_alpha,
         opsm_delta=algorithm.opsm_delta if algorithm.use_opsm else None,
     )
-    level = run.off_policy.tis_ratio_type or "token"
+    level = config.off_policy.tis_ratio_type or "token"
     path = algorithm.custom_loss_function_path
     loss = policy_losses.get(algorithm.policy_loss_type) if path is None else custom_loss(path)
-    return Objective(loss, run.policy_loss, terms, importance_level=level)
+    return Objective(loss, config.policy_loss, terms, importance_level=level)

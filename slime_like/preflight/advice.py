@@ -14,24 +14,24 @@ from slime_like.preflight.memory import RankReport, server_fraction
 STATE = ("weights", "gradients", "optimizer: fp32 parameters", "optimizer: moments", "critic")
 
 
-def flags_that_help(run: RunConfig, rank: RankReport, batches: PlannedBatches) -> list[str]:
+def flags_that_help(config: RunConfig, rank: RankReport, batches: PlannedBatches) -> list[str]:
     """Three suggestions: up to two for the largest component of memory, and one for the next."""
-    parallel = run.parallel
-    transformer = run.megatron.transformer
+    parallel = config.parallel
+    transformer = config.megatron.transformer
     tensor = parallel.tensor_model_parallel_size
     tp = f"--tensor-model-parallel-size {2 * tensor}"
     if not transformer.sequence_parallel:
         tp += " --sequence-parallel"
-    optimizer = run.megatron.optimizer
+    optimizer = config.megatron.optimizer
     budget = max(batches.tokens // parallel.context_parallel_size // 2, 1)
-    split = [tp] if 2 * tensor <= run.preflight.preflight_gpus_per_node else []
+    split = [tp] if 2 * tensor <= config.preflight.preflight_gpus_per_node else []
     if (transformer.num_moe_experts or 0) >= 2 * parallel.expert_model_parallel_size:
         split.insert(0, f"--expert-model-parallel-size {2 * parallel.expert_model_parallel_size}")
-    split += [f"--pipeline-model-parallel-size {stages}" for stages in _deeper(run)]
+    split += [f"--pipeline-model-parallel-size {stages}" for stages in _deeper(config)]
     state = []
-    if run.megatron.transformer.params_dtype.itemsize != 2:
+    if config.megatron.transformer.params_dtype.itemsize != 2:
         state.append("--bf16")
-    if not run.megatron.ddp.use_distributed_optimizer:
+    if not config.megatron.ddp.use_distributed_optimizer:
         state.append("--use-distributed-optimizer")
     if not optimizer.use_precision_aware_optimizer:
         state.append("--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16")
@@ -50,7 +50,7 @@ def flags_that_help(run: RunConfig, rank: RankReport, batches: PlannedBatches) -
         "working set": fewer_rows[-2:] + split,
         "head": ["--log-probs-chunk-size 512", *fewer_rows[-2:]],
         "reference": ["--ref-offload"],
-        "server": [f"--sglang-mem-fraction-static {server_fraction(run) / 2:g}", *split],
+        "server": [f"--sglang-mem-fraction-static {server_fraction(config) / 2:g}", *split],
         "messages with weights": ["--update-weight-buffer-size 268435456"],
         "local engine": ["--rollout-engine sglang --colocate"],
     }
@@ -61,21 +61,21 @@ def flags_that_help(run: RunConfig, rank: RankReport, batches: PlannedBatches) -
     suggestions = [*first[:2], *(flags[0] for flags in others), *first[2:]]
     for flags in others:
         suggestions += flags[1:]
-    legal = (f for f in dict.fromkeys(suggestions) if with_flags(run, f.split()) is not None)
+    legal = (f for f in dict.fromkeys(suggestions) if with_flags(config, f.split()) is not None)
     return list(islice(legal, 3))
 
 
-def _deeper(run: RunConfig) -> list[int]:
+def _deeper(config: RunConfig) -> list[int]:
     """The next larger pipeline size that divides the number of layers."""
-    layers = run.megatron.transformer.num_layers
-    stages = run.parallel.pipeline_model_parallel_size
+    layers = config.megatron.transformer.num_layers
+    stages = config.parallel.pipeline_model_parallel_size
     return [n for n in range(stages + 1, layers + 1) if layers % n == 0][:1]
 
 
-def with_flags(run: RunConfig, flags: Sequence[str]) -> RunConfig | None:
+def with_flags(config: RunConfig, flags: Sequence[str]) -> RunConfig | None:
     """The run with `flags` appended to its command line (later flags win); None if validation
     rejects it."""
     try:
-        return parse_args([*run.argv, *flags], run.world_size)
+        return parse_args([*config.argv, *flags], config.world_size)
     except ConfigError:
         return None

@@ -49,22 +49,24 @@ class PlannedBatches:
     prompts: str
 
 
-def batches_of(run: RunConfig) -> PlannedBatches:
+def batches_of(config: RunConfig) -> PlannedBatches:
     """Compute the micro-batches. Raises ConfigError for an invalid length distribution."""
-    samples = run.algorithm.global_batch_size or 1
-    lengths, source = sample_lengths(run, samples)
-    size = micro_batch_size(run.algorithm, run.parallel.context_parallel_size, forward_only=False)
-    dp = run.data_parallel_size
-    costs = sequence_costs(
-        lengths, work_per_token(run.megatron.transformer, run.gpt.vocab_size or 0)
+    samples = config.algorithm.global_batch_size or 1
+    lengths, source = sample_lengths(config, samples)
+    size = micro_batch_size(
+        config.algorithm, config.parallel.context_parallel_size, forward_only=False
     )
-    if run.algorithm.balance_data:
+    dp = config.data_parallel_size
+    costs = sequence_costs(
+        lengths, work_per_token(config.megatron.transformer, config.gpt.vocab_size or 0)
+    )
+    if config.algorithm.balance_data:
         parts = partition(unit_sums(costs, size.together), dp, equal_counts=size.tokens is None)
     else:
         parts = np.array_split(np.arange(samples // size.together), dp)
     parts = [members(part, size.together) for part in parts]
     loads = np.array([costs[part].sum() for part in parts])
-    longest = longest_sequence(run)
+    longest = longest_sequence(config)
     if size.tokens is None:
         number = samples // dp // size.samples
         used = None
@@ -72,15 +74,15 @@ def batches_of(run: RunConfig) -> PlannedBatches:
     else:
         units = [unit_sums(lengths[part], size.together) for part in parts]
         number = max(len(pack_by_budget(of_rank, size.tokens)) for of_rank in units)
-        if run.virtual_stages:
-            number += -number % run.parallel.pipeline_model_parallel_size
+        if config.virtual_stages:
+            number += -number % config.parallel.pipeline_model_parallel_size
         used = float(lengths.sum() / (dp * number * size.tokens))
         tokens = max(size.tokens, size.together * longest)
     return PlannedBatches(
         longest=longest,
         mean=float(lengths.mean()),
         samples=samples,
-        steps=run.algorithm.num_steps_per_rollout or 1,
+        steps=config.algorithm.num_steps_per_rollout or 1,
         number=max(1, number),
         tokens=tokens,
         used=used,
@@ -90,20 +92,22 @@ def batches_of(run: RunConfig) -> PlannedBatches:
     )
 
 
-def sample_lengths(run: RunConfig, count: int) -> tuple[NDArray[np.int64], str]:
+def sample_lengths(config: RunConfig, count: int) -> tuple[NDArray[np.int64], str]:
     """[count] tokens of prompt and response, deterministic; and the source of the prompt
     lengths."""
     random = np.random.default_rng(0)
-    prompts, source = prompt_lengths(run)
+    prompts, source = prompt_lengths(config)
     drawn = random.choice(prompts, size=count)
-    if run.learns_conversations:  # prompt and response together
+    if config.learns_conversations:  # prompt and response together
         return drawn, source
-    return drawn + response_lengths(run, count, random), source
+    return drawn + response_lengths(config, count, random), source
 
 
-def response_lengths(run: RunConfig, count: int, random: np.random.Generator) -> NDArray[np.int64]:
-    longest = run.rollout.rollout_max_response_len
-    distribution = run.preflight.preflight_lengths
+def response_lengths(
+    config: RunConfig, count: int, random: np.random.Generator
+) -> NDArray[np.int64]:
+    longest = config.rollout.rollout_max_response_len
+    distribution = config.preflight.preflight_lengths
     if distribution == "full":
         return np.full(count, longest)
     if distribution == "uniform":
@@ -120,24 +124,24 @@ def response_lengths(run: RunConfig, count: int, random: np.random.Generator) ->
     return np.clip(drawn, 1, longest).astype(np.int64)
 
 
-def longest_sequence(run: RunConfig) -> int:
+def longest_sequence(config: RunConfig) -> int:
     """Maximum tokens of prompt and response, or of a training conversation."""
-    limit = prompt_limit(run)
-    return limit if run.learns_conversations else limit + run.rollout.rollout_max_response_len
+    limit = prompt_limit(config)
+    return limit if config.learns_conversations else limit + config.rollout.rollout_max_response_len
 
 
-def prompt_limit(run: RunConfig) -> int:
+def prompt_limit(config: RunConfig) -> int:
     """Maximum tokens of an accepted prompt."""
-    limit = run.data.rollout_max_prompt_len
-    return int(prompt_lengths(run)[0].max()) if limit is None else limit
+    limit = config.data.rollout_max_prompt_len
+    return int(prompt_lengths(config)[0].max()) if limit is None else limit
 
 
-def prompt_lengths(run: RunConfig) -> tuple[NDArray[np.int64], str]:
+def prompt_lengths(config: RunConfig) -> tuple[NDArray[np.int64], str]:
     """Prompt lengths in tokens, estimated from the characters of the first rows of --prompt-data if
     it is a JSONL file; otherwise a single length."""
-    path = run.data.prompt_data
-    limit = run.data.rollout_max_prompt_len
-    characters = list(_characters(path, run.data.input_key)) if path is not None else []
+    path = config.data.prompt_data
+    limit = config.data.rollout_max_prompt_len
+    characters = list(_characters(path, config.data.input_key)) if path is not None else []
     if not characters:
         length = limit or DEFAULT_PROMPT
         return np.array([length]), f"{length} tokens each"

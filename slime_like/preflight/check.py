@@ -16,53 +16,55 @@ from slime_like.preflight.report import Preflight
 from slime_like.preflight.shape import shape_of
 
 
-def check(run: RunConfig, ranks: list[int] | None = None) -> Preflight:
+def check(config: RunConfig, ranks: list[int] | None = None) -> Preflight:
     """Run the preflight. ranks: ranks to examine; None: `chosen_ranks`. Raises ConfigError."""
     start = time.monotonic()
     cpu = time.process_time()
-    batches = batches_of(run)
-    reports = [report_rank(run, rank, batches) for rank in ranks or chosen_ranks(run)]
-    shape = shape_of(run.megatron.transformer, run.gpt)
+    batches = batches_of(config)
+    reports = [report_rank(config, rank, batches) for rank in ranks or chosen_ranks(config)]
+    shape = shape_of(config.megatron.transformer, config.gpt)
     worst = max(reports, key=lambda rank: rank.peak)
-    fits = worst.peak <= run.preflight.preflight_memory_gb * 10**9
+    fits = worst.peak <= config.preflight.preflight_memory_gb * 10**9
     return Preflight(
-        run=run,
+        config=config,
         shape=shape,
         ranks=reports,
         batches=batches,
-        collectives=collectives_of_step(run, reports[0], batches),
-        bubble=bubble(run, batches),
-        flops=_flops(run, batches),
-        planes=planes(run, shape, batches),
-        advice=[] if fits else flags_that_help(run, worst, batches),
+        collectives=collectives_of_step(config, reports[0], batches),
+        bubble=bubble(config, batches),
+        flops=_flops(config, batches),
+        planes=planes(config, shape, batches),
+        advice=[] if fits else flags_that_help(config, worst, batches),
         seconds=time.monotonic() - start,
         cpu_s=time.process_time() - cpu,
         host_bytes=1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
     )
 
 
-def _flops(run: RunConfig, batches: PlannedBatches) -> float:
-    lengths, _ = sample_lengths(run, batches.samples)
-    prompts = 0 if run.learns_conversations else float(prompt_lengths(run)[0].mean())
+def _flops(config: RunConfig, batches: PlannedBatches) -> float:
+    lengths, _ = sample_lengths(config, batches.samples)
+    prompts = 0 if config.learns_conversations else float(prompt_lengths(config)[0].mean())
     responses = float(lengths.sum()) - prompts * batches.samples
-    return step_flops(forward_flops(run.megatron.transformer, run.gpt), lengths.tolist(), responses)
+    return step_flops(
+        forward_flops(config.megatron.transformer, config.gpt), lengths.tolist(), responses
+    )
 
 
-def chosen_ranks(run: RunConfig) -> list[int]:
+def chosen_ranks(config: RunConfig) -> list[int]:
     """The first rank, the last, and one of the intermediate stage with the most memory: among those
     with the most MoE layers the earliest one, which has the most micro-batches in flight. Ranks of
     one stage differ only in the padding of their shards. With --preflight-all-ranks, the first rank
     of every stage and the last rank."""
-    stages = run.parallel.pipeline_model_parallel_size
-    of_stage = run.world_size // stages  # in megatron-core's order the pipeline is outermost
-    last = run.world_size - 1
-    if run.preflight.preflight_all_ranks:
+    stages = config.parallel.pipeline_model_parallel_size
+    of_stage = config.world_size // stages  # in megatron-core's order the pipeline is outermost
+    last = config.world_size - 1
+    if config.preflight.preflight_all_ranks:
         return sorted({*(stage * of_stage for stage in range(stages)), last})
     chosen = {0, last}
     if stages > 2:
-        config = run.megatron.transformer
-        freq = config.moe_layer_freq if config.num_moe_experts else None
-        experts = moe_layers(freq, config.num_layers)
+        transformer = config.megatron.transformer
+        freq = transformer.moe_layer_freq if transformer.num_moe_experts else None
+        experts = moe_layers(freq, transformer.num_layers)
         each = len(experts) // stages
         counts = [sum(experts[s * each : (s + 1) * each]) for s in range(1, stages - 1)]
         chosen.add((1 + counts.index(max(counts))) * of_stage)

@@ -34,7 +34,7 @@ class Collective:
 
 
 def collectives_of_step(
-    run: RunConfig, rank: RankReport, batches: PlannedBatches
+    config: RunConfig, rank: RankReport, batches: PlannedBatches
 ) -> list[Collective]:
     """Collectives of an optimizer step. Tensor-, expert- and context-parallel ones are observed in
     a micro-batch, data-parallel ones follow from the sizes of megatron-core's buffers, pipeline
@@ -51,7 +51,7 @@ def collectives_of_step(
         if dimension != "data"
     ]
     sizes = rank.group_sizes
-    config = run.megatron.transformer
+    transformer = config.megatron.transformer
     for dimension, (gradients, weights) in rank.reduced.items():
         ranks = sizes[dimension]
         if ranks > 1:
@@ -59,12 +59,14 @@ def collectives_of_step(
             collectives.append(Collective(name, dimension, ranks, 1, gradients))
         if ranks > 1 and weights:
             collectives.append(Collective("all_gather", dimension, ranks, 1, weights))
-    stages = run.parallel.pipeline_model_parallel_size
+    stages = config.parallel.pipeline_model_parallel_size
     if stages > 1:
-        share = run.parallel.context_parallel_size
-        share *= run.parallel.tensor_model_parallel_size if config.sequence_parallel else 1
-        message = batches.tokens // share * config.hidden_size * config.params_dtype.itemsize
-        chunks = run.virtual_stages or 1
+        share = config.parallel.context_parallel_size
+        share *= config.parallel.tensor_model_parallel_size if transformer.sequence_parallel else 1
+        message = (
+            batches.tokens // share * transformer.hidden_size * transformer.params_dtype.itemsize
+        )
+        chunks = config.virtual_stages or 1
         neighbours = 2 if chunks > 1 or 0 < rank.stage < stages - 1 else 1
         calls = 2 * batches.number * chunks * neighbours  # activations and their gradients
         name = "send, receive"
@@ -72,11 +74,11 @@ def collectives_of_step(
     return collectives
 
 
-def bubble(run: RunConfig, batches: PlannedBatches) -> float:
+def bubble(config: RunConfig, batches: PlannedBatches) -> float:
     """Pipeline bubble, the idle share of a step: (P - 1) / (V M + P - 1) (arXiv 2104.04473,
     2.2)."""
-    stages = run.parallel.pipeline_model_parallel_size
-    chunks = run.virtual_stages or 1
+    stages = config.parallel.pipeline_model_parallel_size
+    chunks = config.virtual_stages or 1
     return (stages - 1) / (chunks * batches.number + stages - 1)
 
 
@@ -94,26 +96,26 @@ class Planes:
     checkpoint: int
 
 
-def planes(run: RunConfig, shape: ModelShape, batches: PlannedBatches) -> Planes:
+def planes(config: RunConfig, shape: ModelShape, batches: PlannedBatches) -> Planes:
     """Data volumes of the whole job."""
     number = batches.samples * batches.steps
     per_token = TOKEN_BYTES
-    if run.rollout.use_rollout_routing_replay:
+    if config.rollout.use_rollout_routing_replay:
         per_token += 2 * sum(shape.experts) * shape.topk
     samples = round(number * batches.mean * per_token)
-    size = run.megatron.transformer.params_dtype.itemsize
+    size = config.megatron.transformer.params_dtype.itemsize
     weights = shape.total * size
-    optimizer = run.megatron.optimizer
+    optimizer = config.megatron.optimizer
     kept = 8 + (4 if size < 4 else 0)
     if optimizer.use_precision_aware_optimizer:
         kept = optimizer.exp_avg_dtype.itemsize + optimizer.exp_avg_sq_dtype.itemsize
         kept += optimizer.main_params_dtype.itemsize if size < 4 else 0
-    saved = weights + (0 if run.checkpoint.no_save_optim else shape.total * kept)
+    saved = weights + (0 if config.checkpoint.no_save_optim else shape.total * kept)
     return Planes(
         samples=samples,
         index=number * INDEX_BYTES,
-        share=samples // run.data_parallel_size,
+        share=samples // config.data_parallel_size,
         weights=weights,
-        messages=math.ceil(weights / run.sglang.update_weight_buffer_size),
+        messages=math.ceil(weights / config.sglang.update_weight_buffer_size),
         checkpoint=saved,
     )

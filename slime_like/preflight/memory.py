@@ -76,21 +76,23 @@ class RankReport:
         return max(terms, key=lambda name: terms[name])
 
 
-def report_rank(run: RunConfig, rank: int, batches: PlannedBatches) -> RankReport:
+def report_rank(config: RunConfig, rank: int, batches: PlannedBatches) -> RankReport:
     """Build the networks of one rank and measure them. Requires that no process group exists."""
-    gpu = run.preflight.preflight_machine == "gpu"
-    frozen_base = bool(run.lora.lora_rank)
-    stages = run.virtual_stages
-    world = run.world_size
-    with world_as_rank(run.parallel, virtual_stages=stages, rank=rank, world_size=world) as layout:
-        tied = not run.gpt.untie_embeddings_and_output_weights
+    gpu = config.preflight.preflight_machine == "gpu"
+    frozen_base = bool(config.lora.lora_rank)
+    stages = config.virtual_stages
+    world = config.world_size
+    with world_as_rank(
+        config.parallel, virtual_stages=stages, rank=rank, world_size=world
+    ) as layout:
+        tied = not config.gpt.untie_embeddings_and_output_weights
         built = build_rank(
-            run.megatron,
-            run.gpt,
+            config.megatron,
+            config.gpt,
             layout,
             gpu=gpu,
             trained=not frozen_base,
-            frozen=FrozenParameters.of(run.model, tied=tied),
+            frozen=FrozenParameters.of(config.model, tied=tied),
         )
         passes = run_stage(built, batches.tokens, gpu=gpu)
         weights = weight_bytes(built)
@@ -103,16 +105,16 @@ def report_rank(run: RunConfig, rank: int, batches: PlannedBatches) -> RankRepor
         }
         host = {"optimizer": optimizer.host} if optimizer.host else {}
         if frozen_base:
-            state |= _adapters(run, built)
-        state |= _other_models(run, layout, weights, host, gpu=gpu)
+            state |= _adapters(config, built)
+        state |= _other_models(config, layout, weights, host, gpu=gpu)
         in_flight = micro_batches_in_flight(layout, batches.number)
         layers = sum(len(chunk.decoder.layers) for chunk in built.chunks)
         groups = group_sizes(layout)
         reduced = buffers_by_group(built)
         number = sum(parameter.numel() for parameter in built.parameters)
-        head = head_bytes(run, batches.tokens // layout.cp_size, gpu=gpu)
-    if run.critic_model is not None:
-        state["critic"] = _critic(run, rank, gpu=gpu)
+        head = head_bytes(config, batches.tokens // layout.cp_size, gpu=gpu)
+    if config.critic_model is not None:
+        state["critic"] = _critic(config, rank, gpu=gpu)
     fixed = {"collectives": _collectives(groups, gpu=gpu), "runtime": RUNTIME if gpu else 0}
     training = {
         **state,
@@ -127,7 +129,7 @@ def report_rank(run: RunConfig, rank: int, batches: PlannedBatches) -> RankRepor
         layers=layers,
         layout=layout.describe(),
         parameters=number,
-        phases={TRAINING: training, **_other_phases(run, rank, {**state, **fixed})},
+        phases={TRAINING: training, **_other_phases(config, rank, {**state, **fixed})},
         host=host,
         in_flight=in_flight,
         passes=passes,
@@ -152,19 +154,19 @@ def micro_batches_in_flight(layout: ParallelLayout, number: int) -> float:
     return min(number * layout.vp_size, warm_up) / layout.vp_size
 
 
-def head_bytes(run: RunConfig, rows: int, *, gpu: bool) -> int:
+def head_bytes(config: RunConfig, rows: int, *, gpu: bool) -> int:
     """Memory of the fused head over `rows` active rows, forward and backward.
 
     As allocated by `ops/fused_linear_logprob.py`: the hidden states of the rows, a workspace of two
     blocks in fp32, gradients of the hidden states in fp32 and of the weight in its dtype, one fp32
     slice of the weight's gradient, and statistics per row.
     """
-    config = run.megatron.transformer
-    size = config.params_dtype.itemsize
-    hidden = config.hidden_size
-    columns = padded_vocab_size(run.gpt, run.parallel.tensor_model_parallel_size)
-    columns //= run.parallel.tensor_model_parallel_size
-    chunk = run.algorithm.log_probs_chunk_size
+    transformer = config.megatron.transformer
+    size = transformer.params_dtype.itemsize
+    hidden = transformer.hidden_size
+    columns = padded_vocab_size(config.gpt, config.parallel.tensor_model_parallel_size)
+    columns //= config.parallel.tensor_model_parallel_size
+    chunk = config.algorithm.log_probs_chunk_size
     block = rows if chunk == -1 else min(chunk, rows)
     elements = BLOCK_ELEMENTS_GPU if gpu else BLOCK_ELEMENTS_CPU
     width = max(1, min(columns, max(MIN_COLUMNS, elements // max(1, block))))
@@ -173,50 +175,52 @@ def head_bytes(run: RunConfig, rows: int, *, gpu: bool) -> int:
     return own + slices + 2 * 4 * block * width + rows * 12 * 4
 
 
-def _adapters(run: RunConfig, built: OneRank) -> dict[str, int]:
+def _adapters(config: RunConfig, built: OneRank) -> dict[str, int]:
     """LoRA on every matrix of a layer: r (in + out) parameters, fp32 gradients and Adam moments."""
     parameters = chain.from_iterable(chunk.decoder.parameters() for chunk in built.chunks)
-    number = run.lora.lora_rank * sum(sum(p.shape) for p in parameters if p.dim() == 2)
+    number = config.lora.lora_rank * sum(sum(p.shape) for p in parameters if p.dim() == 2)
     size = built.config.params_dtype.itemsize
     return {"adapters": number * (size + 4 + (4 if size < 4 else 0) + 8)}
 
 
 def _other_models(
-    run: RunConfig, layout: ParallelLayout, weights: int, host: dict[str, int], *, gpu: bool
+    config: RunConfig, layout: ParallelLayout, weights: int, host: dict[str, int], *, gpu: bool
 ) -> dict[str, int]:
     """Networks that are not trained: reference, teacher, and the full model of the local engine."""
     sizes = {}
-    if needs_reference(run.algorithm) and not (run.lora.lora_rank and run.reference_is_base):
-        if run.model.ref_offload:
+    if needs_reference(config.algorithm) and not (
+        config.lora.lora_rank and config.reference_is_base
+    ):
+        if config.model.ref_offload:
             host["reference"] = weights
         else:
             sizes["reference"] = weights
-    if run.teacher is not None:
-        megatron = replace(run.megatron, transformer=run.teacher.transformer)
-        teacher = build_rank(megatron, run.teacher.gpt, layout, gpu=gpu, trained=False)
+    if config.teacher is not None:
+        megatron = replace(config.megatron, transformer=config.teacher.transformer)
+        teacher = build_rank(megatron, config.teacher.gpt, layout, gpu=gpu, trained=False)
         sizes["teacher"] = weight_bytes(teacher)
-    if run.distillation.own_teacher and not run.lora.lora_rank:
-        size = run.megatron.transformer.params_dtype.itemsize
-        averages = size < 4 and run.distillation.opd_self_teacher == "ema"
+    if config.distillation.own_teacher and not config.lora.lora_rank:
+        size = config.megatron.transformer.params_dtype.itemsize
+        averages = size < 4 and config.distillation.opd_self_teacher == "ema"
         sizes["teacher"] = weights + (weights // size * 4 if averages else 0)
-    generates = run.algorithm.loss_type != "sft_loss" and not run.debug.debug_train_only
-    if not engine_traits(run.rollout.rollout_engine).has_servers and generates:
-        size = run.megatron.transformer.params_dtype.itemsize
-        sizes["local engine"] = shape_of(run.megatron.transformer, run.gpt).total * size
+    generates = config.algorithm.loss_type != "sft_loss" and not config.debug.debug_train_only
+    if not engine_traits(config.rollout.rollout_engine).has_servers and generates:
+        size = config.megatron.transformer.params_dtype.itemsize
+        sizes["local engine"] = shape_of(config.megatron.transformer, config.gpt).total * size
     return sizes
 
 
-def _critic(run: RunConfig, rank: int, *, gpu: bool) -> int:
+def _critic(config: RunConfig, rank: int, *, gpu: bool) -> int:
     """Weights, gradients and optimizer of the critic, in its own layout."""
-    model = run.critic_model
+    model = config.critic_model
     assert model is not None
     with world_as_rank(
         model.parallel,
         virtual_stages=model.parallel.num_virtual_stages_per_pipeline_rank,
         rank=rank,
-        world_size=run.world_size,
+        world_size=config.world_size,
     ) as layout:
-        built = build_rank(model.megatron, run.gpt, layout, gpu=gpu, value_head=True)
+        built = build_rank(model.megatron, config.gpt, layout, gpu=gpu, value_head=True)
         optimizer = optimizer_bytes(built, gpu=gpu)
         return weight_bytes(built) + gradient_bytes(built) + optimizer.device
 
@@ -225,23 +229,25 @@ def _collectives(groups: Mapping[str, int], *, gpu: bool) -> int:
     return NCCL_GROUP * sum(size > 1 for size in groups.values()) if gpu else 0
 
 
-def _offloaded(run: RunConfig) -> tuple[str, ...]:
+def _offloaded(config: RunConfig) -> tuple[str, ...]:
     """Components that --offload-train moves to host memory; the frozen base of adapters stays."""
-    if run.lora.lora_rank:
+    if config.lora.lora_rank:
         return ("adapters", "critic")
     return ("weights", "gradients", "optimizer: fp32 parameters", "optimizer: moments", "critic")
 
 
-def _other_phases(run: RunConfig, rank: int, resident: dict[str, int]) -> dict[str, dict[str, int]]:
+def _other_phases(
+    config: RunConfig, rank: int, resident: dict[str, int]
+) -> dict[str, dict[str, int]]:
     """The phases of the weight update, with two weight buckets in flight, and of generation by
     servers on the same GPU."""
     phases = {}
-    if engine_traits(run.rollout.rollout_engine).has_servers:
-        buckets = 2 * run.sglang.update_weight_buffer_size
+    if engine_traits(config.rollout.rollout_engine).has_servers:
+        buckets = 2 * config.sglang.update_weight_buffer_size
         phases[SYNC] = {**resident, "messages with weights": buckets}
-    if run.sglang.colocate and rank in ranks_with_servers(run):
-        server = round(server_fraction(run) * run.preflight.preflight_memory_gb * 10**9)
-        offloaded = _offloaded(run) if run.sglang.offload_train else ()
+    if config.sglang.colocate and rank in ranks_with_servers(config):
+        server = round(server_fraction(config) * config.preflight.preflight_memory_gb * 10**9)
+        offloaded = _offloaded(config) if config.sglang.offload_train else ()
         remaining = {name: size for name, size in resident.items() if name not in offloaded}
         phases[GENERATION] = {**remaining, "server": server}
     return phases
@@ -259,15 +265,15 @@ def buffers_by_group(built: OneRank) -> dict[str, tuple[int, int]]:
     return sizes
 
 
-def ranks_with_servers(run: RunConfig) -> set[int]:
+def ranks_with_servers(config: RunConfig) -> set[int]:
     """The ranks whose GPUs --colocate shares with servers. Raises RunError if they do not fit."""
-    each = run.preflight.preflight_gpus_per_node
+    each = config.preflight.preflight_gpus_per_node
     nodes = [
-        Node(first, min(each, run.world_size - first), None, "", ())
-        for first in range(0, run.world_size, each)
+        Node(first, min(each, config.world_size - first), None, "", ())
+        for first in range(0, config.world_size, each)
     ]
-    gpus = run.sglang.rollout_num_gpus or run.world_size
-    placed = place_servers(nodes, gpus, run.sglang.rollout_num_gpus_per_engine, colocate=True)
+    gpus = config.sglang.rollout_num_gpus or config.world_size
+    placed = place_servers(nodes, gpus, config.sglang.rollout_num_gpus_per_engine, colocate=True)
     shares = [share for shares in placed for share in shares]
     return {
         share.node.rank + gpu
@@ -276,9 +282,9 @@ def ranks_with_servers(run: RunConfig) -> set[int]:
     }
 
 
-def server_fraction(run: RunConfig) -> float:
+def server_fraction(config: RunConfig) -> float:
     """Share of the GPU's memory that a colocated server uses for weights and KV cache."""
-    fraction = (run.sglang.sglang_server_flags or {}).get("mem_fraction_static")
+    fraction = (config.sglang.sglang_server_flags or {}).get("mem_fraction_static")
     return MEM_FRACTION_STATIC if fraction is None else float(str(fraction))
 
 

@@ -25,7 +25,7 @@ class Preflight:
     all devices. advice: flags, if a rank does not fit. seconds, cpu_s, host_bytes: cost of the
     preflight itself."""
 
-    run: RunConfig
+    config: RunConfig
     shape: ModelShape
     ranks: Sequence[RankReport]
     batches: PlannedBatches
@@ -44,7 +44,7 @@ class Preflight:
 
     @property
     def limit(self) -> int:
-        return round(self.run.preflight.preflight_memory_gb * GB)
+        return round(self.config.preflight.preflight_memory_gb * GB)
 
     @property
     def fits(self) -> bool:
@@ -53,12 +53,12 @@ class Preflight:
     @property
     def step_s(self) -> float:
         """Seconds of an optimizer step on H100s that reach a share of their peak."""
-        return self.flops / self.run.world_size / (REACHED * PEAK_TFLOPS["H100"] * TERA)
+        return self.flops / self.config.world_size / (REACHED * PEAK_TFLOPS["H100"] * TERA)
 
     @property
     def optimizer_steps(self) -> int | None:
         """Of the whole run; None with --num-epoch, which depends on the number of prompts."""
-        rollouts = self.run.rollout.num_rollout
+        rollouts = self.config.rollout.num_rollout
         return None if rollouts is None else rollouts * self.batches.steps
 
     @property
@@ -69,12 +69,12 @@ class Preflight:
     @property
     def gpus(self) -> int:
         """Of the trainer, and of the servers that the run starts on others."""
-        servers = self.run.sglang.rollout_num_gpus or 0
-        return self.run.world_size + (0 if self.run.sglang.colocate else servers)
+        servers = self.config.sglang.rollout_num_gpus or 0
+        return self.config.world_size + (0 if self.config.sglang.colocate else servers)
 
     def cost_of(self, seconds: float) -> float | None:
         """What all GPUs cost for this long; None without a price."""
-        price = self.run.preflight.preflight_gpu_hour_price
+        price = self.config.preflight.preflight_gpu_hour_price
         return None if price is None else price * self.gpus * seconds / HOUR_S
 
     @property
@@ -99,14 +99,14 @@ def text_of(result: Preflight) -> str:
 
 
 def _lines(result: Preflight) -> Iterator[str]:
-    run = result.run
+    config = result.config
     batches = result.batches
     shape = result.shape
     yield (
-        f"preflight of {run.world_size} ranks, {result.ranks[0].layout}; "
+        f"preflight of {config.world_size} ranks, {result.ranks[0].layout}; "
         f"{shape.total / 1e9:.2f} billion parameters, {shape.active / 1e9:.2f} active"
     )
-    if (servers := _servers(run)) is not None:
+    if (servers := _servers(config)) is not None:
         yield servers
     yield from _ranks(result)
     used = ""
@@ -114,7 +114,7 @@ def _lines(result: Preflight) -> Iterator[str]:
         used = f", {batches.used:.0%} of the token budget used"
         if batches.budget is not None and batches.tokens > batches.budget:
             per_gpu = math.ceil(
-                (run.algorithm.max_tokens_per_gpu or 0) * batches.tokens / batches.budget
+                (config.algorithm.max_tokens_per_gpu or 0) * batches.tokens / batches.budget
             )
             used += f" (the longest samples exceed it: --max-tokens-per-gpu {per_gpu} holds them)"
     yield (
@@ -169,7 +169,7 @@ def _time_and_cost(result: Preflight) -> Iterator[str]:
         if seconds is not None and (cost := result.cost_of(seconds)) is not None
     ]
     if costs:
-        price = result.run.preflight.preflight_gpu_hour_price
+        price = result.config.preflight.preflight_gpu_hour_price
         yield f"cost at {price:g} a GPU hour, {gpus} GPUs: {', '.join(costs)}"
 
 
@@ -191,17 +191,17 @@ def duration(seconds: float) -> str:
     return " ".join(said) or "less than 1 s"
 
 
-def _servers(run: RunConfig) -> str | None:
+def _servers(config: RunConfig) -> str | None:
     """Where the servers are that the run starts, and the GPUs of the whole job."""
-    gpus = run.sglang.rollout_num_gpus
-    if gpus is None or not engine_traits(run.rollout.rollout_engine).has_servers:
+    gpus = config.sglang.rollout_num_gpus
+    if gpus is None or not engine_traits(config.rollout.rollout_engine).has_servers:
         return None
-    each = run.sglang.rollout_num_gpus_per_engine
+    each = config.sglang.rollout_num_gpus_per_engine
     number = f"servers: {gpus // each} of {each} GPUs"
-    if not run.sglang.colocate:
-        return f"{number}, on {gpus} further GPUs: {run.world_size + gpus} in all"
-    shared = "all" if gpus == run.world_size else f"{gpus} of the"
-    return f"{number}, on {shared} {run.world_size} GPUs of the trainer (--colocate)"
+    if not config.sglang.colocate:
+        return f"{number}, on {gpus} further GPUs: {config.world_size + gpus} in all"
+    shared = "all" if gpus == config.world_size else f"{gpus} of the"
+    return f"{number}, on {shared} {config.world_size} GPUs of the trainer (--colocate)"
 
 
 def _ranks(result: Preflight) -> Iterator[str]:
@@ -229,7 +229,7 @@ def json_of(result: Preflight) -> dict[str, object]:
     return {
         "fits": result.fits,
         "verdict": result.verdict,
-        "world_size": result.run.world_size,
+        "world_size": result.config.world_size,
         "layout": result.ranks[0].layout,
         "parameters": result.shape.total,
         "limit": result.limit,

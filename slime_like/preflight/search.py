@@ -77,15 +77,15 @@ class Candidate:
         }
 
 
-def search(run: RunConfig) -> list[Candidate]:
+def search(config: RunConfig) -> list[Candidate]:
     """The five best layouts that fit, fastest first. Legality is decided by the validation rules,
     memory by networks on the meta device, the order by the cost model."""
     ranked = []
-    shape = shape_of(run.megatron.transformer, run.gpt)
-    for layout in layouts(run):
-        if not may_fit(run, shape, layout):
+    shape = shape_of(config.megatron.transformer, config.gpt)
+    for layout in layouts(config):
+        if not may_fit(config, shape, layout):
             continue
-        planned = with_layout(run, layout)
+        planned = with_layout(config, layout)
         if planned is not None:
             ranked.append((step_seconds(planned, shape), layout, planned))
     ranked.sort(key=lambda item: item[0])
@@ -99,14 +99,14 @@ def search(run: RunConfig) -> list[Candidate]:
     return fitting
 
 
-def layouts(run: RunConfig) -> Iterator[Layout]:
+def layouts(config: RunConfig) -> Iterator[Layout]:
     """Candidate layouts: tensor parallelism within a node, and every pipeline size that divides the
     number of layers."""
-    config = run.megatron.transformer
-    world = run.world_size
-    experts = config.num_moe_experts
-    for tensor in _powers(run.preflight.preflight_gpus_per_node):
-        for pipeline in (n for n in range(1, 17) if config.num_layers % n == 0):
+    transformer = config.megatron.transformer
+    world = config.world_size
+    experts = transformer.num_moe_experts
+    for tensor in _powers(config.preflight.preflight_gpus_per_node):
+        for pipeline in (n for n in range(1, 17) if transformer.num_layers % n == 0):
             for context in _powers(8):
                 if world % (tensor * pipeline * context):
                     continue
@@ -119,57 +119,57 @@ def _powers(limit: int) -> list[int]:
     return [2**n for n in range(limit.bit_length()) if 2**n <= limit]
 
 
-def may_fit(run: RunConfig, shape: ModelShape, layout: Layout) -> bool:
+def may_fit(config: RunConfig, shape: ModelShape, layout: Layout) -> bool:
     """Rough estimate from weights, gradients and optimizer shards only."""
     expert = shape.expert_parameters / (layout.pipeline * (layout.expert or 1))
     other = shape.other_parameters / (layout.pipeline * layout.tensor)
-    size = run.megatron.transformer.params_dtype.itemsize
-    held = (expert + other) * (size + 4) + 12 * shape.total / run.world_size
-    return held < 0.9 * run.preflight.preflight_memory_gb * 1e9
+    size = config.megatron.transformer.params_dtype.itemsize
+    held = (expert + other) * (size + 4) + 12 * shape.total / config.world_size
+    return held < 0.9 * config.preflight.preflight_memory_gb * 1e9
 
 
-def with_layout(run: RunConfig, layout: Layout) -> RunConfig | None:
+def with_layout(config: RunConfig, layout: Layout) -> RunConfig | None:
     """The run with the flags of another layout; None if validation rejects it."""
     flags = [] if layout.tensor > 1 else ["--sequence-parallel", "false"]
-    return with_flags(run, [*layout.flags, *flags])
+    return with_flags(config, [*layout.flags, *flags])
 
 
-def step_seconds(run: RunConfig, shape: ModelShape) -> float:
+def step_seconds(config: RunConfig, shape: ModelShape) -> float:
     """Estimated time of a step; see the module docstring."""
-    batches = batches_of(run)
-    config = run.megatron.transformer
-    parallel = run.parallel
+    batches = batches_of(config)
+    transformer = config.megatron.transformer
+    parallel = config.parallel
     tensor = parallel.tensor_model_parallel_size
     stages = parallel.pipeline_model_parallel_size
     tokens = batches.samples * batches.mean
-    full = config.recompute_granularity == "full"
-    compute = (8 if full else 6) * shape.active * tokens / (run.world_size * FLOPS)
+    full = transformer.recompute_granularity == "full"
+    compute = (8 if full else 6) * shape.active * tokens / (config.world_size * FLOPS)
     compute *= batches.imbalance / (batches.used or 1)
-    size = config.params_dtype.itemsize
+    size = transformer.params_dtype.itemsize
     # tokens of one data- and context-parallel rank, through the layers of a stage
     rows = batches.number * batches.tokens / parallel.context_parallel_size
-    moved = rows * config.hidden_size * size * config.num_layers / stages
+    moved = rows * transformer.hidden_size * size * transformer.num_layers / stages
     sent = 8 * (tensor - 1) / tensor * moved / WITHIN_NODE
     experts = parallel.expert_model_parallel_size
     if experts > 1:
-        near = experts <= run.preflight.preflight_gpus_per_node
+        near = experts <= config.preflight.preflight_gpus_per_node
         share = sum(shape.experts) / len(shape.experts) / tensor
         speed = WITHIN_NODE if near else BETWEEN_NODES
         sent += 4 * shape.topk * (experts - 1) / experts * share * moved / speed
-    sent += _around_the_ring(run, moved / tensor)
+    sent += _around_the_ring(config, moved / tensor)
     of_rank = shape.expert_parameters / (stages * experts)
     of_rank += shape.other_parameters / (stages * tensor)
     data = of_rank * (4 + size) / BETWEEN_NODES
-    return (compute + sent) / (1 - bubble(run, batches)) + data
+    return (compute + sent) / (1 - bubble(config, batches)) + data
 
 
-def _around_the_ring(run: RunConfig, moved: float) -> float:
+def _around_the_ring(config: RunConfig, moved: float) -> float:
     """Time for a rank's keys and values to pass all others: once forward, and once backward with
     their gradients."""
-    ranks = run.parallel.context_parallel_size
-    config = run.megatron.transformer
-    groups = config.num_query_groups or config.num_attention_heads
-    share = 2 * groups * config.kv_channels / config.hidden_size
+    ranks = config.parallel.context_parallel_size
+    transformer = config.megatron.transformer
+    groups = transformer.num_query_groups or transformer.num_attention_heads
+    share = 2 * groups * transformer.kv_channels / transformer.hidden_size
     return 3 * (ranks - 1) * share * moved / WITHIN_NODE
 
 

@@ -100,44 +100,47 @@ class Evaluator:
 
 
 def load_prompts(
-    run: RunConfig, tokenizer: PreTrainedTokenizerBase
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[dict[str, list[Prompt]], list[str]]:
     """Evaluation prompts by set name, and notes to log; empty if the run never evaluates. Raises
     ValueError naming file and row."""
-    if run.eval.eval_interval is None or run.debug.debug_train_only:
+    if config.eval.eval_interval is None or config.debug.debug_train_only:
         return {}, []
-    flag = "--eval-config" if run.eval.eval_config is not None else "--eval-prompt-data"
+    flag = "--eval-config" if config.eval.eval_config is not None else "--eval-prompt-data"
     check = answer_check(
-        run.reward.rm_type,
-        run.reward.custom_rm_path,
-        from_metadata=run.reward.rm_type_from_metadata,
+        config.reward.rm_type,
+        config.reward.custom_rm_path,
+        from_metadata=config.reward.rm_type_from_metadata,
     )
 
     def room(eval_set: EvalSet) -> Room:
         return Room(
-            run.gpt.max_position_embeddings, eval_sampling(eval_set, run.rollout).max_new_tokens
+            config.gpt.max_position_embeddings,
+            eval_sampling(eval_set, config.rollout).max_new_tokens,
         )
 
     return load_eval_sets(
-        run.eval_sets,
-        run.data,
+        config.eval_sets,
+        config.data,
         tokenizer,
         flag=flag,
         answer_check=check,
         room_of=room,
-        raw_messages=run.scheduling.renders_prompts,
+        raw_messages=config.scheduling.renders_prompts,
     )
 
 
 def make_evaluator(
-    run: RunConfig, rollouter: Rollouter | None, prompts: Mapping[str, Sequence[Prompt]]
+    config: RunConfig, rollouter: Rollouter | None, prompts: Mapping[str, Sequence[Prompt]]
 ) -> Evaluator | None:
     """The evaluator, None if the run never evaluates. prompts: from `load_prompts`."""
-    if run.eval.eval_interval is None or rollouter is None:
+    if config.eval.eval_interval is None or rollouter is None:
         return None
-    key = run.eval.eval_reward_key
-    settings = function_args(run)
-    return Evaluator(rollouter, run.eval_sets, prompts, run.rollout, run.reward, key, settings)
+    key = config.eval.eval_reward_key
+    settings = function_args(config)
+    return Evaluator(
+        rollouter, config.eval_sets, prompts, config.rollout, config.reward, key, settings
+    )
 
 
 def score(name: str, groups: Sequence[SampleGroup]) -> dict[str, float]:

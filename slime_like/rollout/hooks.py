@@ -149,7 +149,7 @@ def group_filters(config: RunConfig) -> GroupFilters:
 
 
 def rollout_function(
-    run: RunConfig,
+    config: RunConfig,
     path: str,
     flag: str,
     rollouter: Rollouter,
@@ -158,20 +158,22 @@ def rollout_function(
 ) -> UserRollout:
     """Load a user's rollout or evaluation function. Raises ValueError naming the flag."""
     function = load_function(path, flag)
-    return function_adapter(run).rollout_function(
+    return function_adapter(config).rollout_function(
         function, f"{flag} {path}", rollouter, prompts, evaluator
     )
 
 
 def source_rollout(
-    run: RunConfig, rollouter: Rollouter, source: UserSource, evaluator: Evaluator | None
+    config: RunConfig, rollouter: Rollouter, source: UserSource, evaluator: Evaluator | None
 ) -> UserRollout:
     """Rollouts from a user's data source: by the user's rollout function, or slime's default."""
-    path = run.scheduling.rollout_function_path
+    path = config.scheduling.rollout_function_path
     if path not in (None, OWN_ROLLOUT):
-        return rollout_function(run, path, "--rollout-function-path", rollouter, source, evaluator)
-    name = f"--data-source-path {run.scheduling.data_source_path}"
-    return function_adapter(run).rollout_function(None, name, rollouter, source, evaluator)
+        return rollout_function(
+            config, path, "--rollout-function-path", rollouter, source, evaluator
+        )
+    name = f"--data-source-path {config.scheduling.data_source_path}"
+    return function_adapter(config).rollout_function(None, name, rollouter, source, evaluator)
 
 
 def custom_generate(config: RunConfig) -> CustomGenerate | None:

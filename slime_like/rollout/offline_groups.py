@@ -24,17 +24,17 @@ if TYPE_CHECKING:
 
 
 def supervised_groups(
-    run: RunConfig, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase
+    config: RunConfig, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase
 ) -> tuple[list[SampleGroup], dict[str, float]]:
     """Supervised samples, one or a preference pair per prompt, of which each rank builds its share;
     and the fraction that was truncated."""
     rank = dist.get_rank()
     world = dist.get_world_size()
-    size = run.algorithm.samples_together
+    size = config.algorithm.samples_together
     make = sft_samples
     if size > 1:
-        make = partial(pair_samples, scored=run.algorithm.trains_reward_model)
-    limit = run.rollout.rollout_max_response_len
+        make = partial(pair_samples, scored=config.algorithm.trains_reward_model)
+    limit = config.rollout.rollout_max_response_len
     own = together(lambda: make(prompts[rank::world], tokenizer, max_response_len=limit))
     holders = [i // size % world for i in range(size * len(prompts))]
     samples = share_index(own, holders)
@@ -43,13 +43,13 @@ def supervised_groups(
     return groups, {TRUNCATED_FRACTION: truncated_fraction(samples)}
 
 
-def recorded_groups(run: RunConfig, step: int) -> list[SampleGroup]:
+def recorded_groups(config: RunConfig, step: int) -> list[SampleGroup]:
     """The groups of --load-debug-rollout-data. Raises ValueError if another run recorded them."""
-    template = run.debug.load_debug_rollout_data
+    template = config.debug.load_debug_rollout_data
     assert template is not None
     groups = load_rollout(template, step)
     count = sum(len(group.samples) for group in groups)
-    expected = run.rollout.rollout_batch_size * run.rollout.n_samples_per_prompt
+    expected = config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt
     if count != expected:
         raise ValueError(
             f"--load-debug-rollout-data {template}: rollout {step + 1} has {count} samples, and "
@@ -57,7 +57,7 @@ def recorded_groups(run: RunConfig, step: int) -> list[SampleGroup]:
             "the recorded run"
         )
     try:
-        check_values(groups, run.gpt.vocab_size or 2**31)
+        check_values(groups, config.gpt.vocab_size or 2**31)
     except ValueError as error:
         raise ValueError(
             f"--load-debug-rollout-data {template}: rollout {step + 1}: {error}"

@@ -17,39 +17,42 @@ if TYPE_CHECKING:
 
 
 def make_source(
-    run: RunConfig, tokenizer: PreTrainedTokenizerBase
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase
 ) -> PromptSource | UserSource | None:
     """The prompt source, None if the run reads no prompts. Collective."""
-    if run.debug.debug_train_only:
+    if config.debug.debug_train_only:
         return None
-    if run.scheduling.data_source_path is not None:
-        return user_source(run, run.scheduling.data_source_path)
-    if not run.data.prompt_data:
+    if config.scheduling.data_source_path is not None:
+        return user_source(config, config.scheduling.data_source_path)
+    if not config.data.prompt_data:
         return None
-    is_sft = run.algorithm.loss_type == "sft_loss"
-    is_recorded = run.debug.load_debug_rollout_data is not None  # the prompts are only counted then
+    is_sft = config.algorithm.loss_type == "sft_loss"
+    is_recorded = (
+        config.debug.load_debug_rollout_data is not None
+    )  # the prompts are only counted then
     check: AnswerCheck | None = None
     if is_sft and not is_recorded:
         check = answer_problem
     elif not is_recorded:
-        config = run.reward
+        reward = config.reward
         check = answer_check(
-            config.rm_type, config.custom_rm_path, from_metadata=config.rm_type_from_metadata
+            reward.rm_type, reward.custom_rm_path, from_metadata=reward.rm_type_from_metadata
         )
     sampled = not is_sft and not is_recorded
     room = Room(
-        run.gpt.max_position_embeddings if sampled else None, run.rollout.rollout_max_response_len
+        config.gpt.max_position_embeddings if sampled else None,
+        config.rollout.rollout_max_response_len,
     )
     return PromptSource(
-        run.data,
+        config.data,
         tokenizer,
         answer_check=check,
         room=room,
-        conversations=run.learns_conversations,
-        pairs=run.algorithm.pair_loss is not None,
-        teaches_itself=run.distillation.teaches_itself,
+        conversations=config.learns_conversations,
+        pairs=config.algorithm.pair_loss is not None,
+        teaches_itself=config.distillation.teaches_itself,
         trains_labels=is_sft and not is_recorded,
-        raw_messages=run.scheduling.renders_prompts,
+        raw_messages=config.scheduling.renders_prompts,
     )
 
 

@@ -38,23 +38,23 @@ class ServerPart:
 
 
 def engine_launches(
-    run: RunConfig, nodes: Sequence[Node], *, device: torch.device, logs: Path
+    config: RunConfig, nodes: Sequence[Node], *, device: torch.device, logs: Path
 ) -> list[list[ServerPart]]:
     """The parts of each server; the first part serves HTTP. Raises RunError if the nodes have too
     few GPUs."""
-    config = run.sglang
-    assert config.rollout_num_gpus is not None and run.model.hf_checkpoint is not None
-    per_engine = config.rollout_num_gpus_per_engine
-    placements = place_servers(nodes, config.rollout_num_gpus, per_engine, colocate=config.colocate)
-    require_reachable(config, {share.node.rank for shares in placements for share in shares})
+    sglang = config.sglang
+    assert sglang.rollout_num_gpus is not None and config.model.hf_checkpoint is not None
+    per_engine = sglang.rollout_num_gpus_per_engine
+    placements = place_servers(nodes, sglang.rollout_num_gpus, per_engine, colocate=sglang.colocate)
+    require_reachable(sglang, {share.node.rank for shares in placements for share in shares})
     ports = {node.rank: iter(node.ports) for node in nodes}
     servers = list[list[ServerPart]]()
     for number, shares in enumerate(placements):
         multi_node_settings: dict[str, object] = {}
         if len(shares) > 1:
-            if transport_traits(config.update_weight_transport).same_gpu:
+            if transport_traits(sglang.update_weight_transport).same_gpu:
                 raise RunError(
-                    f"--update-weight-transport {config.update_weight_transport}: a server of "
+                    f"--update-weight-transport {sglang.update_weight_transport}: a server of "
                     f"--rollout-num-gpus-per-engine {per_engine} spans {len(shares)} nodes, and "
                     "GPU memory handles are valid on one; legal values: disk, tensor"
                 )
@@ -68,22 +68,22 @@ def engine_launches(
             host = share.node.address
             port = next(ports[share.node.rank])
             settings: dict[str, object] = multi_node_settings | server_settings(
-                model=run.model.hf_checkpoint,
+                model=config.model.hf_checkpoint,
                 port=port,
                 host=host,
                 gpus=per_engine,
                 base_gpu=share.first_gpu,
-                dtype=str(run.megatron.transformer.params_dtype).removeprefix("torch."),
+                dtype=str(config.megatron.transformer.params_dtype).removeprefix("torch."),
                 cuda=device.type == "cuda",
-                memory_saver=bool(config.offload_rollout),
-                overrides=config.sglang_server_flags or {},
+                memory_saver=bool(sglang.offload_rollout),
+                overrides=sglang.sglang_server_flags or {},
             )
             if multi_node_settings:
                 settings["node_rank"] = node_rank
-            if run.rollout.use_rollout_routing_replay:
+            if config.rollout.use_rollout_routing_replay:
                 settings[ROUTES_SETTING] = True
             log = logs / f"engine-{number}{f'-node-{node_rank}' if node_rank else ''}.log"
-            command = server_command(interpreter(config.sglang_python), settings)
+            command = server_command(interpreter(sglang.sglang_python), settings)
             parts.append(ServerPart(share.node, f"http://{host}:{port}", Launch(command, log)))
         servers.append(parts)
     return servers

@@ -55,27 +55,27 @@ def key_ring(path: str | None) -> KeyRing | None:
     return None if path is None else KeyRing(path, valid_keys)
 
 
-def base_model_of(run: RunConfig) -> BaseModel:
-    folder = run.model.hf_checkpoint
+def base_model_of(config: RunConfig) -> BaseModel:
+    folder = config.model.hf_checkpoint
     assert folder is not None, "checked on the command line"
-    config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
-    architecture = (config.get("architectures") or ["unknown"])[0]
-    supports_lora = run.model.transformer_impl == "local"  # like train.py
-    tied = not run.gpt.untie_embeddings_and_output_weights
-    supports_unembed = not (tied and engine_traits(run.rollout.rollout_engine).has_servers)
-    name = run.server.served_model_name or folder
+    model_config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+    architecture = (model_config.get("architectures") or ["unknown"])[0]
+    supports_lora = config.model.transformer_impl == "local"  # like train.py
+    tied = not config.gpt.untie_embeddings_and_output_weights
+    supports_unembed = not (tied and engine_traits(config.rollout.rollout_engine).has_servers)
+    name = config.server.served_model_name or folder
     return BaseModel(folder, name, architecture, supports_lora, supports_unembed)
 
 
-def limits_of(run: RunConfig) -> DataLimits:
-    context = run.gpt.max_position_embeddings or DEFAULT_CONTEXT
-    assert run.gpt.vocab_size is not None
-    max_length = run.server.max_sequence_length or context
-    return DataLimits(run.gpt.vocab_size, max_length, run.server.max_request_tokens)
+def limits_of(config: RunConfig) -> DataLimits:
+    context = config.gpt.max_position_embeddings or DEFAULT_CONTEXT
+    assert config.gpt.vocab_size is not None
+    max_length = config.server.max_sequence_length or context
+    return DataLimits(config.gpt.vocab_size, max_length, config.server.max_request_tokens)
 
 
 def make_service(
-    run: RunConfig,
+    config: RunConfig,
     journal: Journal,
     call: Callable[[str, codec.Message], Awaitable[object]],
     has_workers: Callable[[], bool] = lambda: True,
@@ -86,46 +86,48 @@ def make_service(
         call: Executes a command on the workers.
         has_workers: Whether workers are connected.
     """
-    root = Path(run.server.server_dir).resolve()
+    root = Path(config.server.server_dir).resolve()
     make_folders(root)
-    base = base_model_of(run)
+    base = base_model_of(config)
     registry = ModelRegistry(journal)
     operations = ServerOperations(
-        registry, call, folder=root, base=base.folder, max_snapshots=run.server.max_snapshots
+        registry, call, folder=root, base=base.folder, max_snapshots=config.server.max_snapshots
     )
-    batch = run.sglang.sglang_server_concurrency
-    if not engine_traits(run.rollout.rollout_engine).has_servers:
-        batch = run.rollout.rollout_local_batch_size or LOCAL_BATCH
+    batch = config.sglang.sglang_server_concurrency
+    if not engine_traits(config.rollout.rollout_engine).has_servers:
+        batch = config.rollout.rollout_local_batch_size or LOCAL_BATCH
     dispatcher = Dispatcher(
         journal,
         operations,
-        max_waiting=run.server.max_queued_requests,
-        gap_s=run.server.seq_gap_s,
+        max_waiting=config.server.max_queued_requests,
+        gap_s=config.server.seq_gap_s,
         batch=batch,
         has_workers=has_workers,
     )
-    return Service(run.server, base, limits_of(run), registry, dispatcher, operations)
+    return Service(config.server, base, limits_of(config), registry, dispatcher, operations)
 
 
 class ApiProcess:
     """Owner of everything that lives as long as the process."""
 
-    def __init__(self, run: RunConfig) -> None:
-        self.run = run
-        root = Path(run.server.server_dir).resolve()
+    def __init__(self, config: RunConfig) -> None:
+        self.config = config
+        root = Path(config.server.server_dir).resolve()
         make_folders(root)
         self.lock = take_over(root / API_FOLDER)
         write_log(root / LOG_FILE)  # two processes must not rotate the same file
         self.journal = Journal(root / JOURNAL_FILE)
         self.link = WorkerLink(
             root,
-            fingerprint=fingerprint_of(run),
+            fingerprint=fingerprint_of(config),
             on_connect=self._workers_connected,
             on_loss=self._workers_ended,
             on_other_settings=self._replaced,
             on_fault=self._failed,
         )
-        self.service = make_service(run, self.journal, self.link.call, lambda: self.link.connected)
+        self.service = make_service(
+            config, self.journal, self.link.call, lambda: self.link.connected
+        )
         self.service.problem = self._problem
         self.fault: str | None = None
         self._ended = asyncio.Event()
@@ -135,22 +137,24 @@ class ApiProcess:
     async def serve(self) -> int:
         """Run until the workers say goodbye, do not come back, or a signal arrives. Returns the
         exit status."""
-        config = self.run.server
-        listening = await listen(config.host, config.port)
+        server_config = self.config.server
+        listening = await listen(server_config.host, server_config.port)
         await self.link.start()
         self.service.dispatcher.restore(self._interruption)
         self.service.dispatcher.start(self._failed)
-        keys = key_ring(config.api_key_file)
+        keys = key_ring(server_config.api_key_file)
         if keys is not None:
             self.service.sessions.keys = lambda: len(keys)
         gate = Gate(
             make_app(self.service),
             keys=keys,
-            max_body=int(config.max_body_mb * 1e6),
+            max_body=int(server_config.max_body_mb * 1e6),
             origin_check=OriginCheck(
-                config.host, config.allowed_hosts or (), remedy="; add it to --allowed-hosts"
+                server_config.host,
+                server_config.allowed_hosts or (),
+                remedy="; add it to --allowed-hosts",
             ),
-            operators=key_ring(config.operator_key_file),
+            operators=key_ring(server_config.operator_key_file),
         )
         server = make_server(gate)
         loop = asyncio.get_running_loop()
@@ -198,7 +202,7 @@ class ApiProcess:
             self._restart_timer = None
         self.service.sessions.workers_connected(hello)
         self.service.dispatcher.wake()
-        url = f"http://{self.run.server.host}:{self.run.server.port}"
+        url = f"http://{self.config.server.host}:{self.config.server.port}"
         print(f"slime_like.tinker: {hello['facts']['layout']}, {url}", flush=True)
 
     def _workers_ended(self, reason: str) -> None:
@@ -208,14 +212,14 @@ class ApiProcess:
             return
         log.warning(
             "the workers have ended; waiting %g s for new ones (--worker-restart-s)",
-            self.run.server.worker_restart_s,
+            self.config.server.worker_restart_s,
         )
         self._wait_for_workers()
 
     def _wait_for_workers(self) -> None:
         """End the process if no workers connect within --worker-restart-s."""
         loop = asyncio.get_running_loop()
-        delay = self.run.server.worker_restart_s
+        delay = self.config.server.worker_restart_s
         self._restart_timer = loop.call_later(delay, self._ended.set)
 
     async def _housekeeping(self) -> None:
@@ -315,10 +319,10 @@ def main() -> int:
     logging.basicConfig(level=logging.WARNING, format="slime_like.tinker: %(message)s")
     world_size = int(sys.argv[1])
     argv = sys.argv[2:]
-    run = parse_or_exit(argv, world_size, 0, SERVER)
+    config = parse_or_exit(argv, world_size, 0, SERVER)
 
     async def serve() -> int:
-        return await ApiProcess(run).serve()
+        return await ApiProcess(config).serve()
 
     try:
         return asyncio.run(serve())

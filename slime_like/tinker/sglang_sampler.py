@@ -196,20 +196,20 @@ class SglangSampler:
         return scores
 
 
-def make_sglang_sampler(run: RunConfig, layout: ParallelLayout) -> SglangSampler:
+def make_sglang_sampler(config: RunConfig, layout: ParallelLayout) -> SglangSampler:
     """Start the servers and build the sampler. Collective; see `start_servers`."""
-    assert run.model.hf_checkpoint is not None
-    model = run.model.hf_checkpoint
-    root = Path(run.server.server_dir).resolve()
+    assert config.model.hf_checkpoint is not None
+    model = config.model.hf_checkpoint
+    root = Path(config.server.server_dir).resolve()
 
     def make_updater(pool: ServerPool) -> WeightUpdater:
-        return snapshot_updater(pool, model, root, run.sglang.update_weight_timeout_s)
+        return snapshot_updater(pool, model, root, config.sglang.update_weight_timeout_s)
 
     pool, updater, agent = start_servers(
-        run, make_updater, device=device_of_this_process(), logs=root / "engines"
+        config, make_updater, device=device_of_this_process(), logs=root / "engines"
     )
-    settings = request_settings(run.sglang)
-    check = run.sglang.check_weight_update_equal
+    settings = request_settings(config.sglang)
+    check = config.sglang.check_weight_update_equal
     engine = SglangEngine(pool, updater, settings, model, check_updates=check, agent=agent)
     return SglangSampler(engine, snapshot_transport(updater), settings, model)
 

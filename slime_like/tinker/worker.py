@@ -240,13 +240,13 @@ def broadcast_frame(frame: bytes | None) -> bytes:
 class CommandSource:
     """Rank 0's connection to the API process, which it starts, and restarts when it exits."""
 
-    def __init__(self, run: RunConfig, facts: Callable[[], dict[str, object]]) -> None:
-        self.folder = Path(run.server.server_dir).resolve()
+    def __init__(self, config: RunConfig, facts: Callable[[], dict[str, object]]) -> None:
+        self.folder = Path(config.server.server_dir).resolve()
         self.folder.mkdir(parents=True, exist_ok=True)
         self._facts = facts
-        self._fingerprint = fingerprint_of(run)
+        self._fingerprint = fingerprint_of(config)
         module = "slime_like.tinker.api_process"
-        self._command = [sys.executable, "-m", module, str(run.world_size), *run.argv]
+        self._command = [sys.executable, "-m", module, str(config.world_size), *config.argv]
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._last: dict[str, object] | None = None
@@ -366,18 +366,18 @@ class CommandSource:
         return connection
 
 
-def serve(run: RunConfig, layout: ParallelLayout, startup: Say = lambda what: None) -> None:
+def serve(config: RunConfig, layout: ParallelLayout, startup: Say = lambda what: None) -> None:
     """Run a rank of the server. startup: called with the name of each startup phase."""
     startup("importing transformers, loading the tokenizer and the base model")
-    assert run.model.hf_checkpoint is not None, "checked on the command line"
+    assert config.model.hf_checkpoint is not None, "checked on the command line"
     tokenizer = load_tokenizer(  # before building the model
-        run.model.hf_checkpoint,
-        vocab_size=run.gpt.vocab_size,
-        trust_remote_code=run.model.trust_remote_code,
+        config.model.hf_checkpoint,
+        vocab_size=config.gpt.vocab_size,
+        trust_remote_code=config.model.trust_remote_code,
     )
-    host = ModelHost(run, layout, tokenizer)
+    host = ModelHost(config, layout, tokenizer)
     worker = ModelWorker(host, layout)
-    source = CommandSource(run, host.describe) if layout.rank == 0 else None
+    source = CommandSource(config, host.describe) if layout.rank == 0 else None
     startup("starting the API process")
     reason = "they were stopped"
     goodbye = True

@@ -74,28 +74,28 @@ class ModelHost:
 
     def __init__(
         self,
-        run: RunConfig,
+        config: RunConfig,
         layout: ParallelLayout,
         tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
         """tokenizer: of the base model, for stop texts; None disables them."""
-        assert run.model.hf_checkpoint is not None
-        self.run = run
+        assert config.model.hf_checkpoint is not None
+        self.config = config
         self.layout = layout
-        self.base = run.model.hf_checkpoint
+        self.base = config.model.hf_checkpoint
         self.hf = read_hf_model(self.base)
         self.pool = ModelPool(
-            network_settings(run),
+            network_settings(config),
             layout,
             self.hf,
             base=self.base,
-            seed=run.model.seed,
-            max_models=run.server.max_resident_models,
-            max_adapters=run.server.max_resident_adapters,
+            seed=config.model.seed,
+            max_models=config.server.max_resident_models,
+            max_adapters=config.server.max_resident_adapters,
         )
         self.stage = UNCHANGED
-        self.sampler = make_sampler(run, layout, tokenizer)
-        self._head = make_head(run, layout, temperature=1.0)
+        self.sampler = make_sampler(config, layout, tokenizer)
+        self._head = make_head(config, layout, temperature=1.0)
 
     def execute(self, command: Mapping[str, object]) -> object:
         """Execute a command; the result, plain values, is valid on rank 0. Raises Refused,
@@ -159,9 +159,9 @@ class ModelHost:
         samples = samples_of(lengths, tokens, fields)
         local_indices = list(range(self.layout.dp_rank, len(samples), self.layout.dp_size))
         local = [samples[i] for i in local_indices] or [empty_sample(samples[0])]
-        max_tokens = self.run.algorithm.max_tokens_per_gpu or PASS_TOKENS
+        max_tokens = self.config.algorithm.max_tokens_per_gpu or PASS_TOKENS
         size = MicroBatchSize(1, max_tokens * self.layout.cp_size)
-        selection = SelectionSeed(self.run.model.seed, hosted.passes)
+        selection = SelectionSeed(self.config.model.seed, hosted.passes)
         hosted.passes += 1
         compute = self._computation(loss)
         if forward_only:
@@ -263,8 +263,8 @@ class ModelHost:
             checkpoint_folder(folder, CHECKPOINT_STEP),
             {self.models[model].role: saved},
             load_rng=False,
-            verify=not self.run.checkpoint.no_verify_checkpoint,
-            seed=self.run.model.seed,
+            verify=not self.config.checkpoint.no_verify_checkpoint,
+            seed=self.config.model.seed,
             model=self._shape(model),
             before_change=self._before_change,
         )
@@ -291,7 +291,7 @@ class ModelHost:
     def _quantized(self) -> Mapping[str, QuantizedWeight]:
         """Weights that are quantised on the SGLang servers, in the format of the base model's
         folder."""
-        if not engine_traits(self.run.rollout.rollout_engine).takes_quantized:
+        if not engine_traits(self.config.rollout.rollout_engine).takes_quantized:
             return {}
         return from_rank_zero(lambda: stored_format(self.base))
 
@@ -306,7 +306,7 @@ class ModelHost:
     def _shape(self, model: str) -> dict[str, object]:
         adapter = self.models[model].adapter
         lora = {"lora_rank": 0} if adapter is None else adapter.spec.describe()
-        return {**model_shape(self.run.megatron.transformer, self.run.gpt), **lora}
+        return {**model_shape(self.config.megatron.transformer, self.config.gpt), **lora}
 
     # --- sampling ---
 
@@ -319,21 +319,21 @@ class ModelHost:
 
 
 def make_sampler(
-    run: RunConfig, layout: ParallelLayout, tokenizer: PreTrainedTokenizerBase | None
+    config: RunConfig, layout: ParallelLayout, tokenizer: PreTrainedTokenizerBase | None
 ) -> SnapshotSampler | SglangSampler:
     """The sampler for --rollout-engine. tokenizer: of the base model. Collective."""
-    if not engine_traits(run.rollout.rollout_engine).has_servers:
+    if not engine_traits(config.rollout.rollout_engine).has_servers:
         return SnapshotSampler(
-            run.model,
+            config.model,
             layout,
             tokenizer,
-            max_engines=run.server.max_sampler_engines,
-            local_batch_size=run.rollout.rollout_local_batch_size,
-            dtype=run.megatron.transformer.params_dtype,
+            max_engines=config.server.max_sampler_engines,
+            local_batch_size=config.rollout.rollout_local_batch_size,
+            dtype=config.megatron.transformer.params_dtype,
         )
     from slime_like.tinker.sglang_sampler import make_sglang_sampler
 
-    return make_sglang_sampler(run, layout)
+    return make_sglang_sampler(config, layout)
 
 
 def _concatenate(column: Mapping[int, NDArray[Any]], count: int) -> NDArray[Any]:

@@ -61,15 +61,19 @@ class RunCheckpoints:
 
     def __init__(
         self,
-        run: RunConfig,
+        config: RunConfig,
         layout: ParallelLayout,
         backend: MegatronBackend,
         tokenizer: PreTrainedTokenizerBase = None,
     ) -> None:
-        self.run = run
         self.tokenizer = None if tokenizer is None else tokenizer_identity(tokenizer)
-        self.settings = settings_of(run)
-        self.config = run.checkpoint
+        self.settings = settings_of(config)
+        self.argv = mask_argv(config.argv)
+        self.config = config.checkpoint
+        self.critic = config.critic
+        self.hf_checkpoint = config.model.hf_checkpoint
+        self.with_adapter = config.lora.lora_adapter_path is not None
+        self.reference_model = reference_model(config)
         self.layout = layout
         self.backend = backend
         self.failed = 0
@@ -100,7 +104,7 @@ class RunCheckpoints:
         start = self._load_run()
         if replicas is not None:
             replicas.drop()
-        self.reference = from_rank_zero(lambda: reference_digest(self.run))
+        self.reference = from_rank_zero(lambda: reference_digest(*self.reference_model))
         saved = None if start.state is None else start.state.get("reference")
         if None not in (saved, self.reference) and saved != self.reference:
             warn_rank_0(
@@ -111,7 +115,7 @@ class RunCheckpoints:
         if self.backend.critic is not None and not start.has_critic:
             start_critic(
                 self.backend,
-                self.run.critic.critic_load,
+                self.critic.critic_load,
                 verify=not self.config.no_verify_checkpoint,
             )
         return start
@@ -121,7 +125,7 @@ class RunCheckpoints:
         If the folder is also --save and has no checkpoint yet, this is the first start of a run."""
         root = self.config.load
         config = self.config
-        initial = self.run.model.hf_checkpoint if self.run.lora.lora_adapter_path is None else None
+        initial = None if self.with_adapter else self.hf_checkpoint
         if root is None:
             return Start(None, initial)
         if config.ckpt_step is not None or is_checkpoint_root(root):
@@ -188,7 +192,7 @@ class RunCheckpoints:
         if different:
             raise ValueError(
                 f"checkpoint {folder} was trained with another tokenizer than that of "
-                f"--hf-checkpoint {self.run.model.hf_checkpoint}: {', '.join(different)}; give the "
+                f"--hf-checkpoint {self.hf_checkpoint}: {', '.join(different)}; give the "
                 "model of that run"
             )
 
@@ -215,11 +219,11 @@ class RunCheckpoints:
                 "it is not loaded",
             )
         if is_needed and not is_saved:
-            source = "new adapters" if self.run.critic.critic_lora_rank else "the policy's weights"
-            if self.run.critic.critic_load is not None:
+            source = "new adapters" if self.critic.critic_lora_rank else "the policy's weights"
+            if self.critic.critic_load is not None:
                 source = "--critic-load"
             warn_rank_0(logger, f"checkpoint {folder} has no critic: it starts from {source}")
-        is_replaced = self.config.finetune and self.run.critic.critic_load is not None
+        is_replaced = self.config.finetune and self.critic.critic_load is not None
         return is_needed and is_saved and not is_replaced
 
     def wants(self, rollouts: int, *, last: bool) -> bool:
@@ -250,7 +254,7 @@ class RunCheckpoints:
         state = {
             **state,
             "version": __version__,
-            "argv": mask_argv(self.run.argv),
+            "argv": self.argv,
             "reference": self.reference,
             "settings": self.settings,
             "tokenizer": self.tokenizer or {},
@@ -334,18 +338,23 @@ def world_size_change(state: TrainerState, layout: ParallelLayout) -> str | None
     )
 
 
-def reference_digest(run: RunConfig) -> str | None:
+def reference_model(config: RunConfig) -> tuple[str | None, int | None]:
+    """Folder of the reference model, None without one, and the checkpoint's step in it."""
+    model = config.model
+    folder = model.hf_checkpoint if config.reference_is_base else model.ref_load
+    return (folder if needs_reference(config.algorithm) else None), model.ref_ckpt_step
+
+
+def reference_digest(folder: str | None, step: int | None) -> str | None:
     """Digest of the reference model, None without one. Its weights never change, so a checkpoint
     stores only this."""
-    root = run.model.hf_checkpoint if run.reference_is_base else run.model.ref_load
-    if root is None or not needs_reference(run.algorithm):
+    if folder is None:
         return None
-    if not is_checkpoint_root(root):
-        return weights_digest(root)
-    step = run.model.ref_ckpt_step
+    if not is_checkpoint_root(folder):
+        return weights_digest(folder)
     if step is None:
-        step, _ = newest_step(root, "--ref-load")
-    return hash_file(checkpoint_folder(root, step) / MANIFEST).sha256[:24]
+        step, _ = newest_step(folder, "--ref-load")
+    return hash_file(checkpoint_folder(folder, step) / MANIFEST).sha256[:24]
 
 
 def describe_save(report: SaveReport, root: Path) -> str:

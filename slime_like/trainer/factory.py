@@ -19,66 +19,66 @@ from slime_like.metrics.progress import Progress
 from slime_like.trainer.train_step import TrainStep
 
 
-def run_tokenizer(run: RunConfig) -> object:
+def run_tokenizer(config: RunConfig) -> object:
     """The tokenizer of --hf-checkpoint; None if the run only reads recorded tokens. Raises
     ValueError."""
-    if run.model.hf_checkpoint is None:
+    if config.model.hf_checkpoint is None:
         return None
     return load_tokenizer(
-        run.model.hf_checkpoint,
-        vocab_size=run.gpt.vocab_size,
-        trust_remote_code=run.model.trust_remote_code,
+        config.model.hf_checkpoint,
+        vocab_size=config.gpt.vocab_size,
+        trust_remote_code=config.model.trust_remote_code,
     )
 
 
-def num_rollouts(run: RunConfig, prompts: Sized | None) -> int:
+def num_rollouts(config: RunConfig, prompts: Sized | None) -> int:
     """Number of rollouts: --num-rollout, or derived from --num-epoch and the number of prompts."""
-    if run.rollout.num_rollout is not None:
-        return run.rollout.num_rollout
-    assert run.rollout.num_epoch is not None
+    if config.rollout.num_rollout is not None:
+        return config.rollout.num_rollout
+    assert config.rollout.num_epoch is not None
     assert prompts is not None
-    return max(1, len(prompts) * run.rollout.num_epoch // run.rollout.rollout_batch_size)
+    return max(1, len(prompts) * config.rollout.num_epoch // config.rollout.rollout_batch_size)
 
 
-def steps_per_rollout(run: RunConfig) -> int:
-    assert run.algorithm.num_steps_per_rollout is not None, (
+def steps_per_rollout(config: RunConfig) -> int:
+    assert config.algorithm.num_steps_per_rollout is not None, (
         "completed when the command line is parsed"
     )
-    return run.algorithm.num_steps_per_rollout
+    return config.algorithm.num_steps_per_rollout
 
 
 def make_progress(
-    run: RunConfig, num_rollouts: int, rank: int, on_phase: Callable[[str], None]
+    config: RunConfig, num_rollouts: int, rank: int, on_phase: Callable[[str], None]
 ) -> Progress:
     """Shown on rank 0."""
     return Progress(
         num_rollouts,
         show=rank == 0,
-        plain=run.logging.no_progress,
-        log_interval=run.logging.log_interval,
+        plain=config.logging.no_progress,
+        log_interval=config.logging.log_interval,
         on_phase=on_phase,
     )
 
 
-def stop_conditions(run: RunConfig, rank: int) -> StopConditions:
+def stop_conditions(config: RunConfig, rank: int) -> StopConditions:
     """When the run stops before its last rollout."""
     return StopConditions(
-        every=run.checkpoint.exit_interval,
-        minutes=run.checkpoint.exit_duration_in_mins,
+        every=config.checkpoint.exit_interval,
+        minutes=config.checkpoint.exit_duration_in_mins,
         announce=rank == 0,
     )
 
 
-def rollout_guards(run: RunConfig) -> RolloutGuards:
+def rollout_guards(config: RunConfig) -> RolloutGuards:
     return RolloutGuards(
-        train_rollout_limit(run),
-        run.guards.train_rollout_diff_patience,
-        recorded=run.debug.load_debug_rollout_data is not None,
+        train_rollout_limit(config),
+        config.guards.train_rollout_diff_patience,
+        recorded=config.debug.load_debug_rollout_data is not None,
     )
 
 
 def make_batch_builder(
-    run: RunConfig,
+    config: RunConfig,
     layout: ParallelLayout,
     backend: MegatronBackend,
     guards: RolloutGuards,
@@ -86,23 +86,23 @@ def make_batch_builder(
     hooks: TrainHooks,
 ) -> BatchBuilder:
     settings = BatchSettings(
-        run.algorithm,
-        off_policy=run.off_policy if run.off_policy.enabled else None,
-        transformer=run.megatron.transformer,
-        vocab_size=run.gpt.vocab_size or 0,
-        replays_rollout=run.rollout.use_rollout_routing_replay,
-        distillation=run.distillation,
-        advantages=advantage_settings(run),
-        sample_buffer_size=run.rollout.sample_buffer_size,
-        old_is_current=run.old_is_current,
-        outcome_readers=outcome_readers(run),
+        config.algorithm,
+        off_policy=config.off_policy if config.off_policy.enabled else None,
+        transformer=config.megatron.transformer,
+        vocab_size=config.gpt.vocab_size or 0,
+        replays_rollout=config.rollout.use_rollout_routing_replay,
+        distillation=config.distillation,
+        advantages=advantage_settings(config),
+        sample_buffer_size=config.rollout.sample_buffer_size,
+        old_is_current=config.old_is_current,
+        outcome_readers=outcome_readers(config),
         hooks=hooks,
     )
     return BatchBuilder(settings, layout, backend, guards, progress)
 
 
 def make_train_step(
-    run: RunConfig,
+    config: RunConfig,
     backend: MegatronBackend,
     guards: RolloutGuards,
     progress: Progress,
@@ -111,16 +111,16 @@ def make_train_step(
 ) -> TrainStep:
     """Build the optimizer-step driver. initial_policy: the Hugging Face model that the run starts
     from; None if it starts from something else."""
-    reference = run.model.hf_checkpoint if run.reference_is_base else run.model.ref_load
+    reference = config.model.hf_checkpoint if config.reference_is_base else config.model.ref_load
     from_reference = False
     if reference is not None and initial_policy is not None:
         from_reference = Path(reference).resolve() == Path(initial_policy).resolve()
     return TrainStep(
-        run.algorithm,
+        config.algorithm,
         backend,
         progress,
         guards,
         hooks,
-        patience=run.guards.max_consecutive_skipped_steps,
-        kl_vanishes_at=run.critic.num_critic_only_steps if from_reference else None,
+        patience=config.guards.max_consecutive_skipped_steps,
+        kl_vanishes_at=config.critic.num_critic_only_steps if from_reference else None,
     )

@@ -20,12 +20,14 @@ FOLDER = "profile"  # in the output folder
 MEMORY_EVENTS = 1_000_000  # newest allocations and frees that are kept
 
 
-def profiler_of(run: RunConfig, output_dir: Path, rank: int) -> Profiler | None:
+def profiler_of(config: RunConfig, output_dir: Path, rank: int) -> Profiler | None:
     """The profiler of this rank; None if the rank is not profiled."""
-    config = run.profiling
-    if rank not in config.profile_ranks or not (config.profile or config.record_memory_history):
+    profiling = config.profiling
+    if rank not in profiling.profile_ranks or not (
+        profiling.profile or profiling.record_memory_history
+    ):
         return None
-    return Profiler(config, output_dir / FOLDER, rank)
+    return Profiler(profiling, output_dir / FOLDER, rank)
 
 
 class Profiler:

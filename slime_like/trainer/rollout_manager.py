@@ -39,7 +39,7 @@ class RolloutManager:
 
     def __init__(
         self,
-        run: RunConfig,
+        config: RunConfig,
         source: PromptSource | UserSource | None,
         rollouter: Rollouter | None,
         evaluator: Evaluator | None,
@@ -48,7 +48,7 @@ class RolloutManager:
         num_rollouts: int,
         teacher: ServedTeacher | TeacherPrompts | None = None,
     ) -> None:
-        self.run_config = run
+        self.config = config
         self.num_rollouts = num_rollouts
         self._source = source
         self._rollout_id = -1  # the latest rollout that was returned
@@ -56,25 +56,25 @@ class RolloutManager:
         self._tokenizer = tokenizer
         self._special_ids = special_token_ids(tokenizer)
         self._teacher = teacher
-        self._has_agents = run.agents.given
-        self._needs_greedy = needs_greedy(run)
-        self._is_sft = run.algorithm.loss_type == "sft_loss"
+        self._has_agents = config.agents.given
+        self._needs_greedy = needs_greedy(config)
+        self._is_sft = config.algorithm.loss_type == "sft_loss"
         # buffer: next prompts to sample
-        self._collector, self.buffer = make_collector(run, rollouter, source, evaluator)
+        self._collector, self.buffer = make_collector(config, rollouter, source, evaluator)
         self.queue = self._make_queue()
 
     def generate(self, step: int) -> GeneratedRollout:
         """A graded rollout. step: from 0."""
-        run = self.run_config
+        config = self.config
         self._rollout_id = step
-        if run.debug.load_debug_rollout_data:
-            recorded = share_from_rank_zero(lambda: recorded_groups(run, step))
+        if config.debug.load_debug_rollout_data:
+            recorded = share_from_rank_zero(lambda: recorded_groups(config, step))
             return self._add_teacher(recorded, {}, None)
         if self._is_sft:
             assert isinstance(self._source, PromptSource)
-            prompts = self._source.next_prompts(run.rollout.rollout_batch_size)
-            return GeneratedRollout.of(*supervised_groups(run, prompts, self._tokenizer))
-        if not run.scheduling.async_rollout:
+            prompts = self._source.next_prompts(config.rollout.rollout_batch_size)
+            return GeneratedRollout.of(*supervised_groups(config, prompts, self._tokenizer))
+        if not config.scheduling.async_rollout:
             return self._sample(step)
         assert self.queue is not None
         self.queue.allow(min(step + self.queue.max_staleness, self.num_rollouts - 1))
@@ -129,7 +129,7 @@ class RolloutManager:
     def _prefetch_problem(self, rollouts: Sequence[AheadRow]) -> str | None:
         """Why this run cannot train on the checkpoint's prefetched rollouts; None if it can."""
         count = len(rollouts)
-        config = self.run_config.rollout
+        config = self.config.rollout
         outcome = "sampled again" if self.user_source is None else "lost"
         text = f"{count} rollouts that the checkpoint's run had sampled ahead are {outcome}: "
         if self.queue is None or self.queue.max_staleness < count:
@@ -155,7 +155,7 @@ class RolloutManager:
         collected = self._collector.collect(step)
         groups = collected.groups
         if self._needs_greedy:
-            sampling = training_sampling(self.run_config.rollout)
+            sampling = training_sampling(self.config.rollout)
             groups = with_greedy_rewards(self._rollouter, collected.prompts, groups, sampling)
         return self._add_teacher(groups, collected.metrics, self._rollouter.group)
 
@@ -169,7 +169,7 @@ class RolloutManager:
             from slime_like.agents.episode_samples import agent_metrics
 
             metrics = metrics | agent_metrics(groups, group)
-        if self._teacher is None or self.run_config.debug.debug_rollout_only:
+        if self._teacher is None or self.config.debug.debug_rollout_only:
             return GeneratedRollout.of(groups, metrics)
         groups, teacher_metrics = self._teacher.grade(groups, group)
         return GeneratedRollout.of(groups, metrics | teacher_metrics)
@@ -180,10 +180,10 @@ class RolloutManager:
         if self._collector is None or self._rollouter is None:
             return None
         max_staleness = 0
-        if self.run_config.scheduling.async_rollout:
+        if self.config.scheduling.async_rollout:
             # its own group: the training thread uses the default group concurrently
             self._rollouter.group = dist.new_group(backend="gloo")
-            bound = staleness_bound(self.run_config)
+            bound = staleness_bound(self.config)
             assert bound is not None
             max_staleness = bound
         return AsyncRolloutQueue(

@@ -29,13 +29,13 @@ PACKAGES = ("torch", "megatron-core", "transformers", "safetensors", "numpy", "s
 _LEFT_OUT = ("eval_sets", "model_args", "preflight", "server", "slime")
 
 
-def settings_by_flag(run: RunConfig) -> tuple[dict[str, object], list[str]]:
+def settings_by_flag(config: RunConfig) -> tuple[dict[str, object], list[str]]:
     """All settings as plain JSON without secrets, and the flags that differ from their defaults.
     Settings derived from others count as changed."""
     values: dict[str, object] = {}
     changed = []
     for field in dataclasses.fields(ConfigGroups):
-        group = getattr(run, field.name)
+        group = getattr(config, field.name)
         if field.name in _LEFT_OUT or not dataclasses.is_dataclass(group):
             continue
         for setting in dataclasses.fields(group):
@@ -92,7 +92,7 @@ def environment() -> dict[str, object]:
 
 
 def write_run_record(
-    run: RunConfig, output_dir: Path, *, layout: str, patches: str
+    config: RunConfig, output_dir: Path, *, layout: str, patches: str
 ) -> dict[str, object]:
     """Write run.json; a resumed run overwrites it. Returns the settings by flag.
 
@@ -100,31 +100,31 @@ def write_run_record(
         layout: Parallel layout, as printed at startup.
         patches: Report of `megatron_patches.apply`.
     """
-    config, changed = settings_by_flag(run)
+    settings, changed = settings_by_flag(config)
     record = {
         "format": FORMAT,
         "started": round(time.time(), 3),
-        "argv": mask_argv(run.argv),
+        "argv": mask_argv(config.argv),
         "layout": layout,
-        "world_size": run.world_size,
-        "config": config,
+        "world_size": config.world_size,
+        "config": settings,
         "changed": changed,
         "environment": environment(),
         "patches": patches,
-        "warnings": mask_settings(list(run.warnings)),
-        "notes": mask_settings(list(run.notes)),
+        "warnings": mask_settings(list(config.warnings)),
+        "notes": mask_settings(list(config.notes)),
     }
     output_dir.mkdir(parents=True, exist_ok=True)
     path = output_dir / FILE_NAME
     temporary = path.with_name(FILE_NAME + ".tmp")
     temporary.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     os.replace(temporary, path)
-    return config
+    return settings
 
 
-def start_trackers(run: RunConfig, output_dir: Path, *, resumed: bool) -> TrackerSet:
+def start_trackers(config: RunConfig, output_dir: Path, *, resumed: bool) -> TrackerSet:
     """Start the trackers of --tracker, on rank 0. resumed: append to the run in `output_dir`."""
     output_dir.mkdir(parents=True, exist_ok=True)
-    settings, _ = settings_by_flag(run)
-    context = TrackerContext(run.logging, output_dir, settings, resumed)
-    return TrackerSet(run.logging.trackers, context)
+    settings, _ = settings_by_flag(config)
+    context = TrackerContext(config.logging, output_dir, settings, resumed)
+    return TrackerSet(config.logging.trackers, context)

@@ -32,7 +32,7 @@ class Sampling:
 
     def __init__(
         self,
-        run: RunConfig,
+        config: RunConfig,
         backend: MegatronBackend,
         tokenizer: PreTrainedTokenizerBase,
         progress: Progress,
@@ -43,14 +43,14 @@ class Sampling:
         output_dir: Path,
     ) -> None:
         self._progress = progress
-        self._rollouter = make_rollouter(run, backend, tokenizer, output_dir=output_dir)
-        teacher = make_teacher(run, tokenizer)
+        self._rollouter = make_rollouter(config, backend, tokenizer, output_dir=output_dir)
+        teacher = make_teacher(config, tokenizer)
         self._weights = make_weight_sync(
-            run, backend, None if self._rollouter is None else self._rollouter.engine, progress
+            config, backend, None if self._rollouter is None else self._rollouter.engine, progress
         )
-        evaluator = make_evaluator(run, self._rollouter, eval_prompts)
+        evaluator = make_evaluator(config, self._rollouter, eval_prompts)
         self.rollout_manager = RolloutManager(
-            run,
+            config,
             source,
             self._rollouter,
             evaluator,
@@ -59,7 +59,7 @@ class Sampling:
             teacher=teacher,
         )
         self._trainer_memory: TrainerMemory | None = None
-        if run.sglang.offload_train and self._rollouter is not None:
+        if config.sglang.offload_train and self._rollouter is not None:
             from slime_like.megatron.offload import TrainerMemory
             from slime_like.megatron.trained_network import TrainedNetwork
 
@@ -68,7 +68,7 @@ class Sampling:
             self._trainer_memory = TrainerMemory(trained)
         self._offloaded_gb = 0.0
         prompts = self.rollout_manager.buffer or self.rollout_manager.user_source
-        self.evaluator = function_evaluator(run, self._rollouter, evaluator, prompts)
+        self.evaluator = function_evaluator(config, self._rollouter, evaluator, prompts)
 
     def deliver_early(
         self, deliver: Callable[[int, Sequence[AnySample], dist.ProcessGroup | None], None]

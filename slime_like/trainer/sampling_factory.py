@@ -85,43 +85,44 @@ def make_collector(
     return collector, buffer
 
 
-def staleness_bound(run: RunConfig) -> int | None:
+def staleness_bound(config: RunConfig) -> int | None:
     """Maximum staleness of rollout tokens in weight versions; None: unbounded."""
-    config = run.scheduling
-    if config.async_rollout:
-        return 1 if config.max_staleness is None else config.max_staleness
+    scheduling = config.scheduling
+    if scheduling.async_rollout:
+        return 1 if scheduling.max_staleness is None else scheduling.max_staleness
     built_in = (
-        config.rollout_function_path in (None, OWN_ROLLOUT) and config.data_source_path is None
+        scheduling.rollout_function_path in (None, OWN_ROLLOUT)
+        and scheduling.data_source_path is None
     )
-    return 0 if built_in and not config.partial_rollout else None
+    return 0 if built_in and not scheduling.partial_rollout else None
 
 
-def needs_greedy(run: RunConfig) -> bool:
+def needs_greedy(config: RunConfig) -> bool:
     """Whether the estimator needs a greedy response per prompt (ReMax)."""
-    estimator = advantage_estimators.get(run.algorithm.advantage_estimator)
+    estimator = advantage_estimators.get(config.algorithm.advantage_estimator)
     return isinstance(estimator, TokenEstimator) and estimator.needs_greedy
 
 
-def leaves_stragglers(run: RunConfig) -> bool:
+def leaves_stragglers(config: RunConfig) -> bool:
     """Whether surplus requests are aborted on the servers. Otherwise ranks generate in synchronous
     rounds."""
-    config = run.scheduling
-    rollout = run.rollout
+    scheduling = config.scheduling
+    rollout = config.rollout
     in_rounds = (
-        config.rollout_slice_len is not None
+        scheduling.rollout_slice_len is not None
         or rollout.renormalize_sampled_log_probs
         or rollout.use_rollout_routing_replay
-        or needs_greedy(run)
+        or needs_greedy(config)
     )
     return not in_rounds and (
-        config.partial_rollout
-        or config.rollout_time_limit_s is not None
-        or (config.over_sampling_batch_size or 0) > rollout.rollout_batch_size
+        scheduling.partial_rollout
+        or scheduling.rollout_time_limit_s is not None
+        or (scheduling.over_sampling_batch_size or 0) > rollout.rollout_batch_size
     )
 
 
 def function_evaluator(
-    run: RunConfig,
+    config: RunConfig,
     rollouter: Rollouter | None,
     evaluator: Evaluator | None,
     prompts: GroupBuffer | UserSource | None,
@@ -129,67 +130,67 @@ def function_evaluator(
     """The user's evaluation function, which defaults to the user's rollout function; `evaluator` if
     there is neither."""
     flag = "--eval-function-path"
-    path = run.scheduling.eval_function_path
+    path = config.scheduling.eval_function_path
     if path is None:
         flag = "--rollout-function-path"
-        path = run.scheduling.rollout_function_path
+        path = config.scheduling.rollout_function_path
     if evaluator is None or rollouter is None or path is None or path == OWN_ROLLOUT:
         return evaluator
-    return rollout_function(run, path, flag, rollouter, prompts, evaluator)
+    return rollout_function(config, path, flag, rollouter, prompts, evaluator)
 
 
 def make_rollouter(
-    run: RunConfig,
+    config: RunConfig,
     backend: MegatronBackend,
     tokenizer: PreTrainedTokenizerBase,
     *,
     output_dir: Path,
 ) -> Rollouter | None:
     """The rollout engine and the grader; None if the run never samples. Collective."""
-    if run.debug.debug_train_only or (
-        run.algorithm.loss_type == "sft_loss" and run.eval.eval_interval is None
+    if config.debug.debug_train_only or (
+        config.algorithm.loss_type == "sft_loss" and config.eval.eval_interval is None
     ):
         return None
-    make_engine = rollout_engines.get(run.rollout.rollout_engine)
-    engine = make_engine(EngineContext(run, tokenizer, backend.device, output_dir))
-    if run.reward.custom_rm_path is None and dist.get_rank() == 0:
+    make_engine = rollout_engines.get(config.rollout.rollout_engine)
+    engine = make_engine(EngineContext(config, tokenizer, backend.device, output_dir))
+    if config.reward.custom_rm_path is None and dist.get_rank() == 0:
         for layer in confinement.unenforced():
             logger.warning(f"graders run without {layer}")
-    custom = custom_generate(run)
-    if run.agents.given:
+    custom = custom_generate(config)
+    if config.agents.given:
         from slime_like.agents.rollouts import agent_generate
 
-        custom = agent_generate(run, tokenizer, dist.get_rank(), output_dir)
+        custom = agent_generate(config, tokenizer, dist.get_rank(), output_dir)
     return Rollouter(
         engine,
-        Grader(**dataclasses.asdict(run.reward), settings=function_args(run)),
+        Grader(**dataclasses.asdict(config.reward), settings=function_args(config)),
         tokenizer,
-        seed=run.data.rollout_seed,
+        seed=config.data.rollout_seed,
         custom_generate=custom,
-        sample_hook=sample_hook(run),
-        sample_buffer_size=run.rollout.sample_buffer_size,
+        sample_hook=sample_hook(config),
+        sample_buffer_size=config.rollout.sample_buffer_size,
     )
 
 
 def make_teacher(
-    run: RunConfig, tokenizer: PreTrainedTokenizerBase
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase
 ) -> ServedTeacher | TeacherPrompts | None:
     """The served teacher (checked to respond and to share the policy's tokenizer), or the prompt
     builder of self-distillation; None without either. Collective; raises RunError."""
-    config = run.distillation
-    if config.teaches_itself:
-        keys = RowKeys.of(run.data.prompt_data or "", run.data)
-        form = PromptFormat(run.data, tokenizer, keys=keys, teaches_itself=True)
-        return TeacherPrompts(config, form, run.gpt.max_position_embeddings)
-    if not config.served:
+    distillation = config.distillation
+    if distillation.teaches_itself:
+        keys = RowKeys.of(config.data.prompt_data or "", config.data)
+        form = PromptFormat(config.data, tokenizer, keys=keys, teaches_itself=True)
+        return TeacherPrompts(distillation, form, config.gpt.max_position_embeddings)
+    if not distillation.served:
         return None
-    assert config.opd_teacher_url is not None
-    urls = tuple(server_url(address) for address in config.opd_teacher_url)
+    assert distillation.opd_teacher_url is not None
+    urls = tuple(server_url(address) for address in distillation.opd_teacher_url)
     settings = TeacherSettings(
         urls,
-        config.opd_teacher_timeout_s,
-        config.opd_teacher_attempts,
-        config.opd_teacher_concurrency,
+        distillation.opd_teacher_timeout_s,
+        distillation.opd_teacher_attempts,
+        distillation.opd_teacher_concurrency,
     )
     teacher = ServedTeacher(settings, tokenizer)
     teacher.probe()

@@ -44,16 +44,18 @@ LEFT_OUT = frozenset(
 )
 
 
-def settings_of(run: RunConfig) -> dict[str, object]:
+def settings_of(config: RunConfig) -> dict[str, object]:
     """Settings that a resumed run should keep, by flag, as plain JSON. Includes the digests of
     files with user functions; credentials in addresses are masked."""
     settings: dict[str, object] = {}
     for group in GROUPS:
-        config = getattr(run, group)
-        for field in dataclasses.fields(config) if dataclasses.is_dataclass(config) else ():
+        group_settings = getattr(config, group)
+        for field in (
+            dataclasses.fields(group_settings) if dataclasses.is_dataclass(group_settings) else ()
+        ):
             if field.name in LEFT_OUT or field.name.startswith("critic_"):
                 continue
-            value = getattr(config, field.name)
+            value = getattr(group_settings, field.name)
             flag = flag_name(field.name)
             if isinstance(value, str):
                 if (digest := _file_digest(value)) is not None:

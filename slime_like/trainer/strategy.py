@@ -176,18 +176,18 @@ class SupervisedFineTuning:
 Strategy = ReinforcementLearning | SupervisedFineTuning
 
 
-def make_strategy(run: RunConfig) -> Strategy:
+def make_strategy(config: RunConfig) -> Strategy:
     """The strategy of --loss-type."""
-    if run.algorithm.loss_type == "sft_loss":
-        return SupervisedFineTuning(run.rollout.rollout_max_response_len)
-    path = run.scheduling.rollout_function_path
-    estimator = advantage_estimators.get(run.algorithm.advantage_estimator)
+    if config.algorithm.loss_type == "sft_loss":
+        return SupervisedFineTuning(config.rollout.rollout_max_response_len)
+    path = config.scheduling.rollout_function_path
+    estimator = advantage_estimators.get(config.algorithm.advantage_estimator)
     return ReinforcementLearning(
-        recorded=run.debug.load_debug_rollout_data is not None,
-        staleness=staleness_bound(run),
+        recorded=config.debug.load_debug_rollout_data is not None,
+        staleness=staleness_bound(config),
         source="the engine" if path is None else f"--rollout-function-path {path}",
-        max_failed=run.guards.max_failed_samples,
-        max_abs_reward=run.reward.max_abs_reward,
-        reward_trains=not run.rewards_are_zero,
+        max_failed=config.guards.max_failed_samples,
+        max_abs_reward=config.reward.max_abs_reward,
+        reward_trains=not config.rewards_are_zero,
         divides_by_mean=getattr(estimator, "divides_by_mean", False),
     )

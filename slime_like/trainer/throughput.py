@@ -22,15 +22,17 @@ class Throughput:
         log_prob_passes: Forward passes of the policy's size in the log_probs phase.
     """
 
-    def __init__(self, run: RunConfig, *, devices: int, device: str, log_prob_passes: int) -> None:
-        self._flops: ForwardFlops = forward_flops(run.megatron.transformer, run.gpt)
-        self._peak = run.profiling.device_peak_tflops or peak_tflops(device)
+    def __init__(
+        self, config: RunConfig, *, devices: int, device: str, log_prob_passes: int
+    ) -> None:
+        self._flops: ForwardFlops = forward_flops(config.megatron.transformer, config.gpt)
+        self._peak = config.profiling.device_peak_tflops or peak_tflops(device)
         self._devices = devices
         self._passes = log_prob_passes
         # 3 matmuls per weight: forward, input gradient, weight gradient; with LoRA the base weights
         # have no weight gradient
-        self._of_weights = 2.0 if run.lora.lora_rank else 3.0
-        self._of_critic = 2.0 if run.critic.critic_lora_rank else 3.0
+        self._of_weights = 2.0 if config.lora.lora_rank else 3.0
+        self._of_critic = 2.0 if config.critic.critic_lora_rank else 3.0
 
     def metrics(
         self, lengths: Sequence[tuple[int, int]], seconds: Mapping[str, float]
@@ -71,12 +73,14 @@ class Throughput:
         return metrics
 
 
-def throughput_of(run: RunConfig, backend: MegatronBackend) -> Throughput:
+def throughput_of(config: RunConfig, backend: MegatronBackend) -> Throughput:
     """The throughput of a run. A teacher's FLOPs are not counted: its size may differ."""
     device = ""
     if backend.device.type == "cuda":
         device = torch.cuda.get_device_name(backend.device)
     passes = 0
     if backend.teacher is None:
-        passes = (not run.old_is_current) + (backend.reference is not None)
-    return Throughput(run, devices=backend.layout.world_size, device=device, log_prob_passes=passes)
+        passes = (not config.old_is_current) + (backend.reference is not None)
+    return Throughput(
+        config, devices=backend.layout.world_size, device=device, log_prob_passes=passes
+    )

@@ -56,7 +56,7 @@ class Trainer:
 
     def __init__(
         self,
-        run: RunConfig,
+        config: RunConfig,
         layout: ParallelLayout,
         output_dir: Path,
         *,
@@ -65,31 +65,31 @@ class Trainer:
     ) -> None:
         """on_phase: called at the start and end of each phase. traced: context manager around each
         rollout, called with the number of finished rollouts."""
-        self.run_config = run
+        self.config = config
         self.layout = layout
         self.output_dir = output_dir
         self._traced = traced
-        self.strategy = make_strategy(run)
-        self.tokenizer = tokenizer = run_tokenizer(run)
+        self.strategy = make_strategy(config)
+        self.tokenizer = tokenizer = run_tokenizer(config)
         # data is read before the model is built, so that bad data fails early
-        source = make_source(run, tokenizer)
-        eval_prompts, notes = load_prompts(run, tokenizer)
-        self.num_rollouts = num_rollouts(run, source)
-        self.progress = progress = make_progress(run, self.num_rollouts, layout.rank, on_phase)
-        self.hooks = hooks = make_train_hooks(run)
+        source = make_source(config, tokenizer)
+        eval_prompts, notes = load_prompts(config, tokenizer)
+        self.num_rollouts = num_rollouts(config, source)
+        self.progress = progress = make_progress(config, self.num_rollouts, layout.rank, on_phase)
+        self.hooks = hooks = make_train_hooks(config)
         hooks.megatron_init()
-        total = self.num_rollouts * steps_per_rollout(run)
-        if run.rollout.num_rollout is None:
-            for text in run_warnings(run, total):
+        total = self.num_rollouts * steps_per_rollout(config)
+        if config.rollout.num_rollout is None:
+            for text in run_warnings(config, total):
                 warn_rank_0(logger, text)
-        self.backend = backend = MegatronBackend(run, layout, total_steps=total)
-        self._throughput = throughput_of(run, backend)
+        self.backend = backend = MegatronBackend(config, layout, total_steps=total)
+        self._throughput = throughput_of(config, backend)
         # (tokens, tokens with a log-prob) of each sequence of the latest rollout, for `Throughput`
         self._lengths: list[tuple[int, int]] = []
         if backend.critic is not None and backend.critic.layout is not layout:
             logger.info(f"critic: {backend.critic.layout.describe()}")
         self.sampling = Sampling(
-            run,
+            config,
             backend,
             tokenizer,
             progress,
@@ -104,15 +104,17 @@ class Trainer:
         self._evaluation_due = False  # of rollout `start`, trained before this process resumed
         for note in [*(source.notes if source is not None else ()), *notes]:
             warn_rank_0(logger, note)
-        guards = rollout_guards(run)
-        self.batch_builder = make_batch_builder(run, layout, backend, guards, progress, hooks)
-        if run.scheduling.async_rollout and not (run.debug.debug_rollout_only or hooks.converts):
+        guards = rollout_guards(config)
+        self.batch_builder = make_batch_builder(config, layout, backend, guards, progress, hooks)
+        if config.scheduling.async_rollout and not (
+            config.debug.debug_rollout_only or hooks.converts
+        ):
             self.sampling.deliver_early(self.batch_builder.deliver_early)
-        self.stop = stop_conditions(run, layout.rank)
-        self.checkpoints = RunCheckpoints(run, layout, backend, tokenizer)
+        self.stop = stop_conditions(config, layout.rank)
+        self.checkpoints = RunCheckpoints(config, layout, backend, tokenizer)
         start = self.checkpoints.load()
         self.train_step = make_train_step(
-            run, backend, guards, progress, start.initial_policy, hooks
+            config, backend, guards, progress, start.initial_policy, hooks
         )
         if start.state is not None:
             self._restore(start.state)
@@ -120,7 +122,7 @@ class Trainer:
 
     def _open_logger(self, state: TrainerState) -> MetricsLogger | None:
         """The metrics logger, on rank 0 only. state: trainer state of the resumed checkpoint."""
-        config = self.run_config.logging
+        config = self.config.logging
         if self.layout.rank != 0:
             return None
         tensorboard = None
@@ -131,7 +133,7 @@ class Trainer:
         if config.trackers:
             from slime_like.trainer.run_record import start_trackers
 
-            trackers = start_trackers(self.run_config, self.output_dir, resumed=first > 0)
+            trackers = start_trackers(self.config, self.output_dir, resumed=first > 0)
         return MetricsLogger(
             self.output_dir,
             tensorboard,
@@ -143,15 +145,15 @@ class Trainer:
     def run(self) -> int:
         """Run all rollouts, from the first or from where the checkpoint left off. Returns the exit
         status: 0, or that of an `ExitRequest`."""
-        run = self.run_config
+        config = self.config
         self.stop.catch(signal.SIGINT)
-        if run.checkpoint.save is not None:
+        if config.checkpoint.save is not None:
             self.stop.catch(signal.SIGTERM, signal.SIGHUP)
         self.progress.start_at(self.start)
         if self.start:
             logger.info(
                 f"continuing at rollout {self.start + 1} of {self.num_rollouts}, from "
-                f"{run.checkpoint.load}"
+                f"{config.checkpoint.load}"
             )
         with self.progress:
             if self._evaluation_due:
@@ -163,7 +165,11 @@ class Trainer:
                 )
                 self._export()  # perhaps the flag for it is what this start is for
                 return 0
-            if self.start == 0 and self.sampling.evaluator and not run.eval.skip_eval_before_train:
+            if (
+                self.start == 0
+                and self.sampling.evaluator
+                and not config.eval.skip_eval_before_train
+            ):
                 scores = self._evaluate(self.start)
                 logger.info("before training: " + mean_scores(scores))
                 self._log(-1, scores | self.progress.take_seconds())
@@ -171,7 +177,7 @@ class Trainer:
                 with self._traced(step):
                     stop = self._rollout(step)
                 if stop is not None and step + 1 < self.num_rollouts:
-                    saved = f", saved in {run.checkpoint.save}" if run.checkpoint.save else ""
+                    saved = f", saved in {config.checkpoint.save}" if config.checkpoint.save else ""
                     logger.info(
                         f"stopped by {stop.reason} after rollout {step + 1} of "
                         f"{self.num_rollouts}{saved}"
@@ -183,16 +189,16 @@ class Trainer:
     def _rollout(self, step: int) -> ExitRequest | None:
         """Run one rollout, then evaluation, checkpoint and metrics as due. Returns the exit request
         that stops the run here, or None."""
-        run = self.run_config
+        config = self.config
         metrics = self.step(step)
         metrics |= self._check_health(metrics)
         stop = self.stop.requested(step + 1, any_rank)
         due = self.sampling.evaluator is not None and is_due(
-            step, run.eval.eval_interval, self.num_rollouts
+            step, config.eval.eval_interval, self.num_rollouts
         )
         # the sender of the signal may not wait for an evaluation: save first, and record in the
         # checkpoint that the evaluation is missing
-        postponed = due and stop is not None and stop.urgent and run.checkpoint.save is not None
+        postponed = due and stop is not None and stop.urgent and config.checkpoint.save is not None
         if due and not postponed:
             metrics |= self._evaluate(step)
             stop = stop or self.stop.requested(step + 1, any_rank)
@@ -233,10 +239,15 @@ class Trainer:
 
     def _export(self) -> None:
         """Write the exports of --lora-save-path and --save-hf at the end of the run."""
-        run = self.run_config
+        config = self.config
         targets = (
-            ("--lora-save-path", run.lora.lora_save_path, "adapter", self.backend.save_adapter),
-            ("--save-hf", run.checkpoint.save_hf, "Hugging Face checkpoint", self.backend.save_hf),
+            ("--lora-save-path", config.lora.lora_save_path, "adapter", self.backend.save_adapter),
+            (
+                "--save-hf",
+                config.checkpoint.save_hf,
+                "Hugging Face checkpoint",
+                self.backend.save_hf,
+            ),
         )
         for flag, path, name, save in targets:
             if path:
@@ -255,10 +266,10 @@ class Trainer:
 
     def step(self, step: int) -> dict[str, float]:
         """Run one rollout and its optimizer steps. step: the rollout, from 0. Returns metrics."""
-        run = self.run_config
+        config = self.config
         samples, metrics = self._sample(step)
         self.strategy.check_failures(step, samples, metrics)
-        if run.debug.debug_rollout_only:
+        if config.debug.debug_rollout_only:
             return metrics
         sequences = self._sequences(samples)
         self._lengths = [(s.total_length, s.active_tokens) for s in sequences]
@@ -266,32 +277,32 @@ class Trainer:
             self.batch_builder, step, sequences, self.weight_version
         )
         metrics |= batch_metrics
-        if run.debug.save_debug_rollout_data:
+        if config.debug.save_debug_rollout_data:
             from slime_like.trainer.rollout_record import record_training
 
-            record_training(run.debug.save_debug_rollout_data, step, batches, self.layout)
+            record_training(config.debug.save_debug_rollout_data, step, batches, self.layout)
         return metrics | self._train(step, batches, metrics)
 
     def _sample(self, step: int) -> tuple[list[AnySample], dict[str, float]]:
         """The graded samples of a rollout and their metrics; sampled with the current weights."""
-        run = self.run_config
+        config = self.config
         if self.strategy.samples_responses:
             self.sampling.sync_weights(self.weight_version)
         self.hooks.begin_rollout(step)
         started = time.monotonic()
         generated = self.sampling.generate(step)
         samples = list(generated.samples)
-        check_sampling_masks(samples, wanted=run.rollout.renormalize_sampled_log_probs)
+        check_sampling_masks(samples, wanted=config.rollout.renormalize_sampled_log_probs)
         metrics = self.strategy.check_samples(step, samples, generated.metrics, self.weight_version)
         seconds = time.monotonic() - started
         if self.hooks.log_rollout(samples, metrics, seconds):
             self._hidden.add("rollout/")
         if self.strategy.samples_responses:
             metrics |= self.sampling.release_engine()
-        if run.debug.save_debug_rollout_data:
+        if config.debug.save_debug_rollout_data:
             from slime_like.trainer.rollout_record import record_rollout
 
-            target = run.debug.save_debug_rollout_data
+            target = config.debug.save_debug_rollout_data
             record_rollout(target, step, generated.groups, self.layout.rank, self.tokenizer)
         if self.logger is not None and self.logger.trackers is not None:
             self.logger.trackers.log_samples(step + 1, samples)
@@ -304,24 +315,24 @@ class Trainer:
         if len(sequences) > len(samples):
             from arguments.rules.agents import check_branches
 
-            check_branches(self.run_config)
+            check_branches(self.config)
         return sequences
 
     def _train(self, step: int, batches: Batches, metrics: Mapping[str, float]) -> dict[str, float]:
         """Train critic and policy; returns metrics. metrics: of the rollout so far."""
-        run = self.run_config
+        config = self.config
         trained: dict[str, float] = {}
         if self.backend.critic is not None:
             values_abs = metrics.get("rollout/values_abs", 0.0)
             trained |= self.train_step.train_critic(batches.critic, values_abs=values_abs)
-        if step < run.critic.num_critic_only_steps:
+        if step < config.critic.num_critic_only_steps:
             return trained
         is_stale = metrics.get("rollout/staleness_max") or metrics.get(UNKNOWN_VERSIONS)
         trained |= self.train_step.train_policy(
             step, batches, weight_version=self.weight_version, on_policy=not is_stale
         )
         self.weight_version += 1
-        interval = run.model.ref_update_interval
+        interval = config.model.ref_update_interval
         if interval is not None and (step + 1) % interval == 0:
             self.backend.update_reference()
         return trained
@@ -369,7 +380,7 @@ class Trainer:
             warn_rank_0(logger, self.sampling.rollout_manager.load_state_dict(state))
         except (KeyError, TypeError, AttributeError, IndexError, OverflowError) as error:
             raise ValueError(
-                f"--load {self.run_config.checkpoint.load}: trainer.json of step {self.start} is "
+                f"--load {self.config.checkpoint.load}: trainer.json of step {self.start} is "
                 f"damaged ({error!r})"
             ) from error
 

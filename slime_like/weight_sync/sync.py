@@ -65,7 +65,7 @@ class WeightSync:
 
 
 def make_weight_sync(
-    run: RunConfig, backend: MegatronBackend, engine: RolloutEngine | None, progress: Progress
+    config: RunConfig, backend: MegatronBackend, engine: RolloutEngine | None, progress: Progress
 ) -> WeightSync | None:
     """The weight sync of a run with an engine, with a check if the engine is remote."""
     if engine is None:
@@ -74,7 +74,7 @@ def make_weight_sync(
     if engine.is_remote:
         from slime_like.weight_sync.check import WeightCheck
 
-        limit = train_rollout_limit(run)
-        check = WeightCheck(backend, engine, limit=limit, seed=run.data.rollout_seed)
-    always = run.sglang.check_weight_update_equal
+        limit = train_rollout_limit(config)
+        check = WeightCheck(backend, engine, limit=limit, seed=config.data.rollout_seed)
+    always = config.sglang.check_weight_update_equal
     return WeightSync(backend, engine, progress, check=check, check_always=always)

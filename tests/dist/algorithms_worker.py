@@ -56,8 +56,8 @@ def second_step(
 ) -> tuple[dict[str, float], dict[str, Tensor]]:
     """Metrics, and gradients by name. flags: SUPERVISED trains cross_entropy on the recorded
     responses."""
-    run = settings(folder, f"{COMMON} {flags.replace(SUPERVISED, '')}")
-    with closing(Trainer(run, layout, Path(out))) as trainer:
+    config = settings(folder, f"{COMMON} {flags.replace(SUPERVISED, '')}")
+    with closing(Trainer(config, layout, Path(out))) as trainer:
         if SUPERVISED in flags:
             loss = policy_losses.get("cross_entropy")
             trainer.backend.objective = Objective(loss, loss.config_type(), LossTerms())

@@ -33,12 +33,12 @@ class WithoutFloat32(TorchFunctionMode):
         return found.replace("Double", "Float") if isinstance(found, str) else found
 
 
-def precise(run: RunConfig) -> RunConfig:
+def precise(config: RunConfig) -> RunConfig:
     """The same run, its networks in float64."""
-    for networks in (run, run.critic_model):
+    for networks in (config, config.critic_model):
         if networks is not None:
             steps.in_float64(networks)
-    return run
+    return config
 
 
 def settings(folder: str, flags: str = "") -> RunConfig:

@@ -46,10 +46,12 @@ FUSED = (
 
 
 def build(folder: str, flags: str, layout: ParallelLayout, layers: str) -> MegatronBackend:
-    run = settings(folder, flags)
-    run = dataclasses.replace(run, model=dataclasses.replace(run.model, transformer_impl=layers))
-    run.megatron.transformer.moe_grouped_gemm = layers == "transformer_engine"
-    return MegatronBackend(run, layout, total_steps=8)
+    config = settings(folder, flags)
+    config = dataclasses.replace(
+        config, model=dataclasses.replace(config.model, transformer_impl=layers)
+    )
+    config.megatron.transformer.moe_grouped_gemm = layers == "transformer_engine"
+    return MegatronBackend(config, layout, total_steps=8)
 
 
 def train(backend: MegatronBackend, layout: ParallelLayout, steps: tuple[int, ...]) -> list[float]:

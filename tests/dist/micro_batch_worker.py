@@ -66,8 +66,8 @@ def make_sample(
 def train(folder: str, layout: Any, flags: str, out: Path) -> dict[str, Any]:
     """Both rollouts; metrics of each, and the weights in a file (of rank 0)."""
     words = f"{FLAGS} --hf-checkpoint {folder}/model --ref-load {folder}/ref --load-debug-rollout-data {folder}/rollout_{{rollout_id}} {flags}"
-    run = precise(parse_args(words.split(), dist.get_world_size()))
-    trainer = Trainer(run, layout, out)
+    config = precise(parse_args(words.split(), dist.get_world_size()))
+    trainer = Trainer(config, layout, out)
     rows = []
     for step in range(STEPS):
         rows.append(trainer.step(step) | trainer.progress.take_seconds())

@@ -25,9 +25,9 @@ EXACT = "--optimizer muon --muon-fp32-matmul-prec highest"
 
 def two_steps(rank: int, world_size: int, arguments: dict[str, Any]) -> list[str]:
     """Weights before and after, and both steps' gradients, by Hugging Face name, in files."""
-    run = settings(arguments["model"], arguments["flags"])
+    config = settings(arguments["model"], arguments["flags"])
     with parallel() as layout:
-        backend = MegatronBackend(run, layout, total_steps=2)
+        backend = MegatronBackend(config, layout, total_steps=2)
         found = {"before": weights(backend)}
         for step in (1, 2):
             pending = backend.forward_backward(share(train_samples(step), layout))

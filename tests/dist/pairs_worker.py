@@ -43,8 +43,8 @@ def step(
 ) -> tuple[dict[str, float], dict[str, Tensor]]:
     """Metrics and gradients of the first step with these flags."""
     words = f"{flags} --output-dir {arguments['out']}"
-    run = precise(parse_args(words.split(), layout.world_size))
-    trainer = Trainer(run, layout, Path(arguments["out"]))
+    config = precise(parse_args(words.split(), layout.world_size))
+    trainer = Trainer(config, layout, Path(arguments["out"]))
     if trainer.backend.policy.value_head:
         give_head(trainer.backend.trained)
     try:

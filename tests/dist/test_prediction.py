@@ -301,8 +301,8 @@ def test_the_policy_learns_as_without_it(alone: Any, tmp_path: Path) -> None:
         "twice": "--micro-batch-size 2 --mtp-num-layers 1 --mtp-loss-scaling-factor 0.4",
         "soft": "--micro-batch-size 2 --mtp-num-layers 1 --mtp-soft-targets",
     }.items():
-        run = settings(str(folder), f"--clip-grad 0 {flags}")
-        built = MegatronBackend(run, alone, total_steps=1)
+        config = settings(str(folder), f"--clip-grad 0 {flags}")
+        built = MegatronBackend(config, alone, total_steps=1)
         if name == "with":
             built.save_hf(str(tmp_path / "saved"))
         metrics = dict(built.forward_backward(batch).metrics)

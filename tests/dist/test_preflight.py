@@ -90,11 +90,11 @@ def predicted(folder: str, flags: str, *, rank: int, world_size: int) -> dict[st
         f"{folder}/rollout_{{rollout_id}} --lr 1e-2 --num-rollout 4 --rollout-batch-size 2 "
         f"--n-samples-per-prompt 4 --preflight --preflight-machine here {flags}"
     )
-    run = parse_args(words.split(), world_size)
+    config = parse_args(words.split(), world_size)
     with world_as_rank(
-        run.parallel, virtual_stages=run.virtual_stages, rank=rank, world_size=world_size
+        config.parallel, virtual_stages=config.virtual_stages, rank=rank, world_size=world_size
     ) as layout:
-        built = build_rank(run.megatron, run.gpt, layout, gpu=False)
+        built = build_rank(config.megatron, config.gpt, layout, gpu=False)
         optimizer = optimizer_bytes(built, gpu=False)
         few, passes = (run_stage(built, count, gpu=False) for count in (FEW_TOKENS, TOKENS))
         return {

@@ -55,10 +55,10 @@ def held(host: ModelHost, name: str) -> int:
 def trained(model: Path, *flags: str) -> dict[str, Any]:
     """Five models in turns, one of them a critic: a pass of each, a second pass of each, a step of
     each, twice; then their weights and moments, and what the adapters held in between."""
-    run = parse_args(["--hf-checkpoint", str(model), *flags], 1, SERVER)
+    config = parse_args(["--hf-checkpoint", str(model), *flags], 1, SERVER)
     seen: dict[str, Any] = {"norms": [], "held": []}
-    with process_groups(run.parallel, virtual_stages=None, seed=run.model.seed) as layout:
-        host = ModelHost(run, layout)
+    with process_groups(config.parallel, virtual_stages=None, seed=config.model.seed) as layout:
+        host = ModelHost(config, layout)
         for number, (name, lora) in enumerate(MODELS.items()):
             wanted = None if lora is None else {**lora, "seed": number}
             role = "critic" if name == "critic" else "policy"
@@ -123,7 +123,7 @@ def test_models_that_were_saved_and_loaded_wait_too(
     """One is saved, a second one is loaded from that, a third one takes the place of the first,
     which takes that of the second: an optimizer that was loaded does not hold its tensors in the
     order of a new one."""
-    run = parse_args(
+    config = parse_args(
         [
             "--hf-checkpoint",
             str(model),
@@ -135,8 +135,8 @@ def test_models_that_were_saved_and_loaded_wait_too(
         1,
         SERVER,
     )
-    with process_groups(run.parallel, virtual_stages=None, seed=run.model.seed) as layout:
-        host = ModelHost(run, layout)
+    with process_groups(config.parallel, virtual_stages=None, seed=config.model.seed) as layout:
+        host = ModelHost(config, layout)
 
         def step(name: str, seed: int) -> float:
             host.execute(
@@ -186,9 +186,9 @@ def test_a_model_is_lost_by_a_load_only_if_something_was_read_into_it(
     model: Path, tmp_path: Path, flags: tuple[str, ...]
 ) -> None:
     """A damaged checkpoint that is found out before is refused, and the model trains on."""
-    run = parse_args(["--hf-checkpoint", str(model), *flags], 1, SERVER)
-    with process_groups(run.parallel, virtual_stages=None, seed=run.model.seed) as layout:
-        host = ModelHost(run, layout)
+    config = parse_args(["--hf-checkpoint", str(model), *flags], 1, SERVER)
+    with process_groups(config.parallel, virtual_stages=None, seed=config.model.seed) as layout:
+        host = ModelHost(config, layout)
         loop = ModelWorker(host, layout)
         made = {"model": "m", "role": "policy", "policy": None, "lora": None}
         assert loop.execute({"op": "create", **made})["ok"]
@@ -214,9 +214,9 @@ def test_a_full_disk_is_reported_in_the_words_of_the_server(
 ) -> None:
     """Which has no --save; the model stays."""
     monkeypatch.setattr(save, "TRAINER_BYTES", 2**62)  # more than any disk has
-    run = parse_args(["--hf-checkpoint", str(model)], 1, SERVER)
-    with process_groups(run.parallel, virtual_stages=None, seed=run.model.seed) as layout:
-        host = ModelHost(run, layout)
+    config = parse_args(["--hf-checkpoint", str(model)], 1, SERVER)
+    with process_groups(config.parallel, virtual_stages=None, seed=config.model.seed) as layout:
+        host = ModelHost(config, layout)
         loop = ModelWorker(host, layout)
         made = {"model": "m", "role": "policy", "policy": None, "lora": None}
         assert loop.execute({"op": "create", **made})["ok"]

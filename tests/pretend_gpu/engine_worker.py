@@ -93,15 +93,15 @@ def layers(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str, A
     found = {}
     with parallel() as layout:
         for name, (folder, flags) in arguments["models"].items():
-            run = settings(
+            config = settings(
                 folder, f"--bf16 --use-distributed-optimizer --micro-batch-size 2 {flags}"
             )
-            built = MegatronBackend(run, layout, total_steps=1)
+            built = MegatronBackend(config, layout, total_steps=1)
             kinds = {type(m).__module__ for c in built.policy.chunks for m in c.modules()}
             exported = {name: tensor.cpu() for name, tensor in built.export_weights()}
             source = read_weights(Path(folder))
             found[name] = {
-                "impl": run.megatron.transformer.transformer_impl,
+                "impl": config.megatron.transformer.transformer_impl,
                 "of Transformer Engine": any("transformer_engine" in kind for kind in kinds),
                 "changed": sorted(
                     name

@@ -20,8 +20,8 @@ def count(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str, li
     found = {}
     for name, (folder, flags) in arguments["cells"].items():
         with parallel(**sizes_of(flags)) as layout:
-            run = settings(folder, f"--bf16 --use-distributed-optimizer {flags}")
-            built = MegatronBackend(run, layout, total_steps=4)
+            config = settings(folder, f"--bf16 --use-distributed-optimizer {flags}")
+            built = MegatronBackend(config, layout, total_steps=4)
             samples = share(train_samples(1), layout)
             built.forward(samples.samples)
             built.update(samples)

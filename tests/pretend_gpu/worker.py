@@ -71,10 +71,10 @@ def _layout_of(cell: Cell) -> Iterator[ParallelLayout]:
 def _build(cell: Cell, layout: ParallelLayout) -> MegatronBackend:
     folder, flags, precision = cell
     reference = "" if "lora" in flags else f"--use-kl-loss --kl-loss-coef 0.3 --ref-load {folder}"
-    run = settings(folder, f"--lr 3e-4 --adam-eps 1e-6 {reference} {flags}")
+    config = settings(folder, f"--lr 3e-4 --adam-eps 1e-6 {reference} {flags}")
     if precision == "float64":
-        in_float64(run)
-    return MegatronBackend(run, layout, total_steps=10)
+        in_float64(config)
+    return MegatronBackend(config, layout, total_steps=10)
 
 
 def _numbers(built: MegatronBackend) -> dict[str, Any]:

@@ -110,8 +110,8 @@ def test_yaml(page: Path, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
     demo_files(tmp_path)
     monkeypatch.chdir(tmp_path)
     Path("run.yaml").write_text(text)
-    run = parse_args([*([] if "datasets:" in text else ["--config", "run.yaml"]), *NEEDED], 1)
-    assert run.rollout.num_rollout == 1, "the command line wins"
+    config = parse_args([*([] if "datasets:" in text else ["--config", "run.yaml"]), *NEEDED], 1)
+    assert config.rollout.num_rollout == 1, "the command line wins"
     if "datasets:" in text:
-        sets, problems = eval_sets_of(replace(run.eval, eval_config="run.yaml"))
+        sets, problems = eval_sets_of(replace(config.eval, eval_config="run.yaml"))
         assert not problems and [s.name for s in sets] == ["aime", "easy"]

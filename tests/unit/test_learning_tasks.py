@@ -119,6 +119,6 @@ def test_files_of_a_task(task: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
 def test_the_recipes_are_right_command_lines(recipe: Recipe, tmp_path: Path) -> None:
     write_task(tmp_path, recipe.task, 1, num_layers=recipe.num_layers)
-    run = parse_args(command(recipe, 1, tmp_path)[2:], world_size=1)
-    assert run.rollout.num_rollout is not None
-    assert run.rollout.num_rollout <= 200  # what verl's own test has
+    config = parse_args(command(recipe, 1, tmp_path)[2:], world_size=1)
+    assert config.rollout.num_rollout is not None
+    assert config.rollout.num_rollout <= 200  # what verl's own test has

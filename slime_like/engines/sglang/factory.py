@@ -39,16 +39,16 @@ logger = logging.getLogger(__name__)
 def make_sglang_engine(context: EngineContext) -> SglangEngine:
     """Build the engine. Collective; see `start_servers`. Server logs are in the run's folder under
     engines, on the server's node."""
-    run = context.config
+    config = context.config
     device = context.device
-    assert run.model.hf_checkpoint is not None
-    model = run.model.hf_checkpoint
-    settings = update_settings(run.sglang)
-    python = interpreter(run.sglang.sglang_python)
+    assert config.model.hf_checkpoint is not None
+    model = config.model.hf_checkpoint
+    settings = update_settings(config.sglang)
+    python = interpreter(config.sglang.sglang_python)
     transport = without_broken_handles(settings.transport, python, device)
     settings = replace(settings, transport=transport)
     pool, updater, agent = start_servers(
-        run,
+        config,
         lambda pool: WeightUpdater(pool, settings, model, device),
         device=device,
         logs=context.output_dir / "engines",
@@ -56,17 +56,17 @@ def make_sglang_engine(context: EngineContext) -> SglangEngine:
     return SglangEngine(
         pool,
         updater,
-        request_settings(run.sglang),
+        request_settings(config.sglang),
         model,
-        check_updates=run.sglang.check_weight_update_equal,
-        colocated=bool(run.sglang.offload_rollout),
-        routed_experts=routes_format(run),
+        check_updates=config.sglang.check_weight_update_equal,
+        colocated=bool(config.sglang.offload_rollout),
+        routed_experts=routes_format(config),
         agent=agent,
     )
 
 
 def start_servers(
-    run: RunConfig,
+    config: RunConfig,
     make_updater: Callable[[ServerPool], WeightUpdater],
     *,
     device: torch.device,
@@ -81,18 +81,18 @@ def start_servers(
     Raises:
         RunError: On every rank, if a server does not respond.
     """
-    config = run.sglang
+    sglang = config.sglang
     nodes = list[Node]()
     agent = None
-    if config.rollout_num_gpus is not None:
-        servers = config.rollout_num_gpus // config.rollout_num_gpus_per_engine
+    if sglang.rollout_num_gpus is not None:
+        servers = sglang.rollout_num_gpus // sglang.rollout_num_gpus_per_engine
         nodes = find_nodes(servers, device)
         rank = dist.get_rank() if dist.is_initialized() else 0
         if rank and any(node.rank == rank for node in nodes):
             agent = NodeAgent(job().store, rank)
 
     def start() -> tuple[ServerPool, WeightUpdater]:
-        pool = start_pool(run, nodes, device=device, logs=logs)
+        pool = start_pool(config, nodes, device=device, logs=logs)
         return pool, make_updater(pool)
 
     try:
@@ -105,38 +105,38 @@ def start_servers(
 
 
 def start_pool(
-    run: RunConfig, nodes: Sequence[Node], *, device: torch.device, logs: Path
+    config: RunConfig, nodes: Sequence[Node], *, device: torch.device, logs: Path
 ) -> ServerPool:
-    config = run.sglang
-    router = make_router(config, logs)
+    sglang = config.sglang
+    router = make_router(sglang, logs)
     pool = None
     try:
-        addresses = [engine_url(address) for address in config.rollout_external_engine_addrs or []]
-        by_router = config.rollout_external_engine_addrs is None
-        if router is not None and config.sglang_router_ip is not None:
-            router.start(config.rollout_health_check_first_wait)
-            if by_router and config.rollout_num_gpus is None:
+        addresses = [engine_url(address) for address in sglang.rollout_external_engine_addrs or []]
+        by_router = sglang.rollout_external_engine_addrs is None
+        if router is not None and sglang.sglang_router_ip is not None:
+            router.start(sglang.rollout_health_check_first_wait)
+            if by_router and sglang.rollout_num_gpus is None:
                 addresses = workers_of(router)
         health = HealthSettings(
-            config.rollout_health_check_interval,
-            config.rollout_health_check_timeout,
-            config.rollout_health_check_first_wait,
+            sglang.rollout_health_check_interval,
+            sglang.rollout_health_check_timeout,
+            sglang.rollout_health_check_first_wait,
         )
         started = list[tuple[str, EngineProcess]]()
-        if config.rollout_num_gpus is not None:
-            started = start_processes(engine_launches(run, nodes, device=device, logs=logs))
+        if sglang.rollout_num_gpus is not None:
+            started = start_processes(engine_launches(config, nodes, device=device, logs=logs))
         pool = ServerPool(
             addresses,
             started,
             router,
             health,
-            config.rollout_connect_timeout_s,
+            sglang.rollout_connect_timeout_s,
             joined_by_router=by_router,
         )
-        if router is not None and config.sglang_router_ip is None:
-            router.start(config.rollout_health_check_first_wait)
+        if router is not None and sglang.sglang_router_ip is None:
+            router.start(sglang.rollout_health_check_first_wait)
         pool.start()
-        if run.rollout.use_rollout_routing_replay:
+        if config.rollout.use_rollout_routing_replay:
             require_routed_experts(pool)
         return pool
     except BaseException:
@@ -147,15 +147,15 @@ def start_pool(
         raise
 
 
-def routes_format(run: RunConfig) -> RoutesFormat | None:
+def routes_format(config: RunConfig) -> RoutesFormat | None:
     """The format of routed experts; None for a dense model."""
-    config = run.megatron.transformer
-    if not config.num_moe_experts:
+    transformer = config.megatron.transformer
+    if not transformer.num_moe_experts:
         return None
     return RoutesFormat(
-        tuple(moe_layers(config.moe_layer_freq, config.num_layers)),
-        config.moe_router_topk,
-        config.num_moe_experts,
+        tuple(moe_layers(transformer.moe_layer_freq, transformer.num_layers)),
+        transformer.moe_router_topk,
+        transformer.num_moe_experts,
     )
 
 

@@ -141,13 +141,13 @@ def test_rewards_of_agents_are_rewards(tmp_path: Path, words: list[str]) -> None
     (tmp_path / "f.py").write_text("async def f(*args): ...\n\n\ndef g(*args): ...\n")
     words = [word.format(folder=tmp_path) for word in words]
     budget = ["--use-dynamic-batch-size", "--max-tokens-per-gpu", "4096"]
-    run = parse_args(complete(tmp_path, "--rm-type", "zero", *words, *budget), 1)
-    assert "every reward is 0" not in "\n".join(run.warnings)
-    assert not run.rewards_are_zero
-    health = make_strategy(run).health
+    config = parse_args(complete(tmp_path, "--rm-type", "zero", *words, *budget), 1)
+    assert "every reward is 0" not in "\n".join(config.warnings)
+    assert not config.rewards_are_zero
+    health = make_strategy(config).health
     assert health is not None and "no_reward" in health._rules
 
 
 def test_rewards_that_are_zero_are_told(tmp_path: Path) -> None:
-    run = parse_args(complete(tmp_path, "--rm-type", "zero"), 1)
-    assert "every reward is 0" in "\n".join(run.warnings) and run.rewards_are_zero
+    config = parse_args(complete(tmp_path, "--rm-type", "zero"), 1)
+    assert "every reward is 0" in "\n".join(config.warnings) and config.rewards_are_zero

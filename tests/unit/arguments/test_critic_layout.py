@@ -64,19 +64,19 @@ TAKEN_OVER: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("flags", "expected"), TAKEN_OVER, ids=[flags for flags, _ in TAKEN_OVER])
 def test_what_is_taken_over(tmp_path: Path, flags: str, expected: dict[str, Any]) -> None:
-    run = parse(tmp_path, flags)
-    assert run.critic_model is not None
-    assert layout(run.critic_model.parallel) == expected
-    config = run.critic_model.megatron.transformer
-    assert (config.tensor_model_parallel_size, config.pipeline_model_parallel_size) == (
+    config = parse(tmp_path, flags)
+    assert config.critic_model is not None
+    assert layout(config.critic_model.parallel) == expected
+    transformer = config.critic_model.megatron.transformer
+    assert (transformer.tensor_model_parallel_size, transformer.pipeline_model_parallel_size) == (
         expected.get("tensor", 1),
         expected.get("pipeline", 1),
     )
-    assert config.sequence_parallel == expected.get("sequence_parallel", False)
-    assert config.virtual_pipeline_model_parallel_size == expected.get(
+    assert transformer.sequence_parallel == expected.get("sequence_parallel", False)
+    assert transformer.virtual_pipeline_model_parallel_size == expected.get(
         "num_virtual_stages_per_pipeline_rank"
     )
-    assert config.variable_seq_lengths == (
+    assert transformer.variable_seq_lengths == (
         expected.get("pipeline", 1) > 1 and "num_virtual_stages_per_pipeline_rank" not in expected
     )
 
@@ -86,9 +86,9 @@ def test_who_has_groups_of_its_own(tmp_path: Path) -> None:
     words."""
 
     def same(flags: str) -> bool:
-        run = parse(tmp_path, flags)
-        assert run.critic_model is not None
-        return run.critic_model.parallel.grid == run.parallel.grid
+        config = parse(tmp_path, flags)
+        assert config.critic_model is not None
+        return config.critic_model.parallel.grid == config.parallel.grid
 
     assert same(TP2 + "--sequence-parallel --no-critic-sequence-parallel") and same(
         "--critic-tensor-model-parallel-size 1"
@@ -172,12 +172,12 @@ def test_experts(tmp_path: Path) -> None:
         found.flag == "--critic-sequence-parallel"
         and "--critic-tensor-model-parallel-size above 1" in str(found)
     )
-    run = parse_args(
+    config = parse_args(
         [*argv, "--expert-model-parallel-size", "2", "--critic-expert-model-parallel-size", "4"], 4
     )
     assert (
-        run.critic_model is not None
-        and run.critic_model.megatron.transformer.expert_model_parallel_size == 4
+        config.critic_model is not None
+        and config.critic_model.megatron.transformer.expert_model_parallel_size == 4
     )
 
 

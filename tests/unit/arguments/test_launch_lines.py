@@ -36,10 +36,10 @@ def parse(folder: Path, flags: str, without: Sequence[str] = ()) -> RunConfig:
     ],
 )
 def test_what_is_not_used_is_a_warning(tmp_path: Path, flags: str, words: str) -> None:
-    run = parse(tmp_path, flags)
-    assert any(words in warning for warning in run.warnings), run.warnings
-    assert run.rollout.num_epoch is None and run.rollout.num_rollout == 2
-    assert (run.reward.rm_type is None) == ("--custom-rm-path" in flags)
+    config = parse(tmp_path, flags)
+    assert any(words in warning for warning in config.warnings), config.warnings
+    assert config.rollout.num_epoch is None and config.rollout.num_rollout == 2
+    assert (config.reward.rm_type is None) == ("--custom-rm-path" in flags)
 
 
 @pytest.mark.parametrize(
@@ -52,8 +52,8 @@ def test_what_is_not_used_is_a_warning(tmp_path: Path, flags: str, words: str) -
 )  # fmt: skip
 def test_what_asks_for_nothing_is_taken(tmp_path: Path, flags: str) -> None:
     plain = parse(tmp_path, "--lora-rank 8" if "--lora-rank" in flags else "")
-    run = parse(tmp_path, flags)
-    assert run.warnings == plain.warnings and run.lora == plain.lora
+    config = parse(tmp_path, flags)
+    assert config.warnings == plain.warnings and config.lora == plain.lora
     file = tmp_path / "run.yaml"
     words = flags.replace("--", "").split()
     if len(words) == 2:
@@ -69,8 +69,8 @@ def test_what_asks_for_something_is_refused(tmp_path: Path, flag: str) -> None:
 
 def test_choices_may_be_joined_by_commas(tmp_path: Path) -> None:
     for words in ("q_proj,k_proj", "q_proj k_proj", "q_proj, k_proj"):
-        run = parse(tmp_path, f"--lora-rank 8 --lora-target-modules {words}")
-        assert run.lora.lora_target_modules == ["q_proj", "k_proj"]
+        config = parse(tmp_path, f"--lora-rank 8 --lora-target-modules {words}")
+        assert config.lora.lora_target_modules == ["q_proj", "k_proj"]
     with pytest.raises(ConfigError, match="unknown value"):
         parse(tmp_path, "--lora-rank 8 --lora-target-modules q_proj,x_proj")
 

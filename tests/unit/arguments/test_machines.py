@@ -76,9 +76,9 @@ def test_defaults_of_every_family_are_accepted(
         for name in ("fused_apply_rotary_pos_emb", "fused_apply_rotary_pos_emb_thd"):
             monkeypatch.setattr(rope_utils, name, object())  # Transformer Engine's
     folder = folders[architecture]
-    run = parse_model(folder, precision)
+    config = parse_model(folder, precision)
     expected = "local" if machine == "GPU" else "transformer_engine"
-    assert run.megatron.transformer.transformer_impl == expected
+    assert config.megatron.transformer.transformer_impl == expected
 
 
 def problems_on(

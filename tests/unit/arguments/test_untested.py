@@ -20,12 +20,12 @@ def test_they_reach_megatron_core_and_are_told_once(tmp_path: Path) -> None:
         "cuda_graph_warmup_steps:5", "fp8_margin:1", "tp-comm-overlap-ag:false", "fp8_recipe:tensorwise",
         "cpu_offloading_double_buffering:true",
     )  # fmt: skip
-    run = parse_args(complete(tmp_path, FLAG, *words), 1)
-    config = run.megatron.transformer
-    assert config.cuda_graph_warmup_steps == 5 and config.fp8_margin == 1
-    assert config.tp_comm_overlap_ag is False and config.fp8_recipe == "tensorwise"
-    assert config.cpu_offloading_double_buffering is True
-    (told,) = [warning for warning in run.warnings if FLAG in warning]
+    config = parse_args(complete(tmp_path, FLAG, *words), 1)
+    transformer = config.megatron.transformer
+    assert transformer.cuda_graph_warmup_steps == 5 and transformer.fp8_margin == 1
+    assert transformer.tp_comm_overlap_ag is False and transformer.fp8_recipe == "tensorwise"
+    assert transformer.cpu_offloading_double_buffering is True
+    (told,) = [warning for warning in config.warnings if FLAG in warning]
     assert "no test covers cuda_graph_warmup_steps:5, fp8_margin:1, " in told
     assert not any(FLAG in warning for warning in parse_args(complete(tmp_path), 1).warnings)
 

@@ -73,18 +73,22 @@ def test_the_models_are_qwens(tmp_path: Path) -> None:
         f"--rollout-batch-size 4 --n-samples-per-prompt 8 {RECOMPUTE}"
     )
     for model, hidden, inner in (("0.6B", 1024, 3072), ("1.7B", 2048, 6144)):
-        run = parse_args(f"{MODELS[model]} {flags}".split(), 1)
-        config = run.megatron.transformer
-        assert (config.num_layers, config.hidden_size, config.ffn_hidden_size) == (
+        config = parse_args(f"{MODELS[model]} {flags}".split(), 1)
+        transformer = config.megatron.transformer
+        assert (transformer.num_layers, transformer.hidden_size, transformer.ffn_hidden_size) == (
             28,
             hidden,
             inner,
         )
-        assert (config.num_attention_heads, config.num_query_groups) == (16, 8)
-        assert config.kv_channels == 128 and config.qk_layernorm and config.gated_linear_unit
-        assert not config.add_bias_linear and not config.add_qkv_bias
-        assert (run.gpt.vocab_size, run.gpt.rotary_base) == (151936, 1000000)
-        assert not run.gpt.untie_embeddings_and_output_weights
+        assert (transformer.num_attention_heads, transformer.num_query_groups) == (16, 8)
+        assert (
+            transformer.kv_channels == 128
+            and transformer.qk_layernorm
+            and transformer.gated_linear_unit
+        )
+        assert not transformer.add_bias_linear and not transformer.add_qkv_bias
+        assert (config.gpt.vocab_size, config.gpt.rotary_base) == (151936, 1000000)
+        assert not config.gpt.untie_embeddings_and_output_weights
 
 
 @pytest.mark.extended

@@ -34,9 +34,9 @@ def test_every_row_is_a_right_command_line(tmp_path: Path, monkeypatch: pytest.M
     for row in rows():
         words = command_of(row, 48, tmp_path / "sft/hf", tmp_path)
         assert words[1] == "train.py"
-        run = parse_args(words[2:], 1)
-        assert not [w for w in run.warnings if "gmpo " not in w and "gdpo " not in w], row
-        assert run.algorithm.policy_loss_type == (row.name if row.kind == "losses" else "ppo")
+        config = parse_args(words[2:], 1)
+        assert not [w for w in config.warnings if "gmpo " not in w and "gdpo " not in w], row
+        assert config.algorithm.policy_loss_type == (row.name if row.kind == "losses" else "ppo")
         folders.add(words[-1])
     shared = {row.flags for row in rows() if row.kind == "losses"} & {
         row.flags for row in rows() if row.kind == "estimators"

@@ -467,7 +467,9 @@ def test_the_tables_are_complete() -> None:
 
 @pytest.mark.parametrize("correction", CORRECTIONS)
 def test_flags_mean_the_configuration_that_is_tested(tmp_path: Path, correction: str) -> None:
-    flags, config, terms = CORRECTIONS[correction]
-    run = parse_args(complete(tmp_path, "--num-steps-per-rollout", "2", *flags.split()), 1)
-    assert run.off_policy == config
-    assert (run.algorithm.opsm_delta if run.algorithm.use_opsm else None) == terms.get("opsm_delta")
+    flags, off_policy, terms = CORRECTIONS[correction]
+    config = parse_args(complete(tmp_path, "--num-steps-per-rollout", "2", *flags.split()), 1)
+    assert config.off_policy == off_policy
+    assert (config.algorithm.opsm_delta if config.algorithm.use_opsm else None) == terms.get(
+        "opsm_delta"
+    )

@@ -139,8 +139,8 @@ def test_what_does_not_fit_is_named(tmp_path: Path, capsys: pytest.CaptureFixtur
     """Rank, term and three flags; the exit status is 1, and JSON has the same."""
     file = tmp_path / "found.json"
     words = "--tensor-model-parallel-size 2 --preflight-memory-gb 2 --preflight-json"
-    run = tiny(tmp_path, *words.split(), str(file))
-    assert run_preflight(run) == 1
+    config = tiny(tmp_path, *words.split(), str(file))
+    assert run_preflight(config) == 1
     text, found = capsys.readouterr().out, json.loads(file.read_text())
     assert "does not fit: rank 0 (stage 0) needs" in text
     assert not found["fits"] and len(found["advice"]) == 3
@@ -182,20 +182,20 @@ def test_the_advice_helps(tmp_path: Path) -> None:
 )
 def test_formula_of_parameters(tmp_path: Path, changes: dict[str, Any]) -> None:
     """Equal to megatron-core's modules, whole; 320 tokens are padded to 384."""
-    run = tiny(tmp_path, changes=changes, world=1)
-    with world_as_rank(run.parallel, virtual_stages=None, rank=0, world_size=1) as layout:
-        built = build_rank(run.megatron, run.gpt, layout, gpu=True)
+    config = tiny(tmp_path, changes=changes, world=1)
+    with world_as_rank(config.parallel, virtual_stages=None, rank=0, world_size=1) as layout:
+        built = build_rank(config.megatron, config.gpt, layout, gpu=True)
         real = sum(parameter.numel() for parameter in built.parameters)
-    shape = shape_of(run.megatron.transformer, run.gpt)
+    shape = shape_of(config.megatron.transformer, config.gpt)
     assert shape.total + (384 - 320) * 64 * (1 if shape.tied else 2) == real
 
 
 def test_a_micro_batch_through_delta_nets(tmp_path: Path) -> None:
     """Two of four layers exchange whole sequences with the other context-parallel rank, there and
     back, in both passes. Their kernels keep less than the rule in plain torch."""
-    run = tiny(tmp_path, "--context-parallel-size", "2", changes=DELTA_NETS, world=2)
-    with world_as_rank(run.parallel, virtual_stages=None, rank=0, world_size=2) as layout:
-        built = build_rank(run.megatron, run.gpt, layout, gpu=True)
+    config = tiny(tmp_path, "--context-parallel-size", "2", changes=DELTA_NETS, world=2)
+    with world_as_rank(config.parallel, virtual_stages=None, rank=0, world_size=2) as layout:
+        built = build_rank(config.megatron, config.gpt, layout, gpu=True)
         kernels, plain = (run_stage(built, 256, gpu=gpu) for gpu in (True, False))
     assert plain.traffic["alltoall_base", "context"].calls == 2 * 4
     assert plain.traffic["alltoall_base", "context"] == kernels.traffic["alltoall_base", "context"]
@@ -204,10 +204,12 @@ def test_a_micro_batch_through_delta_nets(tmp_path: Path) -> None:
 
 def test_formula_of_parameters_of_latent_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank of 1,024: attention is whole there but for tensor parallelism."""
-    run = parse_args(job("deepseek_v3", monkeypatch=monkeypatch), 1)
-    attention = shape_of(run.megatron.transformer, run.gpt).attention
-    with world_as_rank(run.parallel, virtual_stages=None, rank=0, world_size=1024) as layout:
-        layer = build_rank(run.megatron, run.gpt, layout, gpu=True).chunks[0].decoder.layers[5]
+    config = parse_args(job("deepseek_v3", monkeypatch=monkeypatch), 1)
+    attention = shape_of(config.megatron.transformer, config.gpt).attention
+    with world_as_rank(config.parallel, virtual_stages=None, rank=0, world_size=1024) as layout:
+        layer = (
+            build_rank(config.megatron, config.gpt, layout, gpu=True).chunks[0].decoder.layers[5]
+        )
     names = ("self_attention", "input_layernorm", "pre_mlp_layernorm")
     whole = ("layernorm",)  # not split over tensor-parallel ranks
     real = sum(
@@ -246,8 +248,8 @@ def test_lengths_and_micro_batches(tmp_path: Path) -> None:
     found = batches_of(tiny(tmp_path, *words.split(), world=2))
     assert (found.number, found.samples, found.longest) == (3, 16, 129)
     assert found.used == pytest.approx(16 * 129 / (2 * 3 * 400))
-    run = tiny(tmp_path, "--preflight-lengths", "lognormal:40:0.5")
-    drawn = response_lengths(run, 4000, np.random.default_rng(1))
+    config = tiny(tmp_path, "--preflight-lengths", "lognormal:40:0.5")
+    drawn = response_lengths(config, 4000, np.random.default_rng(1))
     assert abs(math.log(float(np.median(drawn)) / 40)) < 0.1 and drawn.max() <= 128
 
 
@@ -292,9 +294,9 @@ def test_durations_as_people_say_them(seconds: float, said: str) -> None:
 def test_gradient_buffers_count_once(tmp_path: Path) -> None:
     """They exist before a pass, which adds to them in place: a model of many weights and few rows
     needs less for its pass than for its gradients."""
-    run = tiny(tmp_path, changes={"hidden_size": 256, "intermediate_size": 1024}, world=1)
-    with world_as_rank(run.parallel, virtual_stages=None, rank=0, world_size=1) as layout:
-        built = build_rank(run.megatron, run.gpt, layout, gpu=True)
+    config = tiny(tmp_path, changes={"hidden_size": 256, "intermediate_size": 1024}, world=1)
+    with world_as_rank(config.parallel, virtual_stages=None, rank=0, world_size=1) as layout:
+        built = build_rank(config.megatron, config.gpt, layout, gpu=True)
         passes = run_stage(built, 1, gpu=True)
     largest = max(parameter.nbytes for parameter in built.parameters)
     assert passes.peak < 3 * largest < gradient_bytes(built)
@@ -302,10 +304,10 @@ def test_gradient_buffers_count_once(tmp_path: Path) -> None:
 
 def test_chosen_ranks(tmp_path: Path) -> None:
     words: Sequence[str] = ("--pipeline-model-parallel-size", "4", "--micro-batch-size", "1")
-    run = tiny(tmp_path, *words, world=16)
-    assert chosen_ranks(run) == [0, 4, 15]
-    run = tiny(tmp_path, *words, "--preflight-all-ranks", world=16)
-    assert chosen_ranks(run) == [0, 4, 8, 12, 15]
+    config = tiny(tmp_path, *words, world=16)
+    assert chosen_ranks(config) == [0, 4, 15]
+    config = tiny(tmp_path, *words, "--preflight-all-ranks", world=16)
+    assert chosen_ranks(config) == [0, 4, 8, 12, 15]
 
 
 def test_head_has_no_logits(tmp_path: Path) -> None:
@@ -318,13 +320,13 @@ def test_head_has_no_logits(tmp_path: Path) -> None:
 
 def test_search_names_layouts_that_the_rules_take(tmp_path: Path) -> None:
     """Its flags replace those of the command line, whichever way they were spelled."""
-    run = tiny(tmp_path, "--pipeline-model-parallel-size=2", world=8)
-    planned = with_layout(run, Layout(tensor=2, pipeline=1, context=2, expert=None))
+    config = tiny(tmp_path, "--pipeline-model-parallel-size=2", world=8)
+    planned = with_layout(config, Layout(tensor=2, pipeline=1, context=2, expert=None))
     assert planned is not None
     sizes = planned.parallel
     assert (sizes.tensor_model_parallel_size, sizes.pipeline_model_parallel_size) == (2, 1)
     assert sizes.context_parallel_size == 2 and planned.parallel.sequence_parallel
-    assert with_layout(run, Layout(tensor=8, pipeline=1, context=1, expert=None)) is None
+    assert with_layout(config, Layout(tensor=8, pipeline=1, context=1, expert=None)) is None
 
 
 @pytest.mark.slow
@@ -381,7 +383,7 @@ def test_where_servers_are(
     assert [text for text in lines if text.startswith("servers:")] == ([line] if line else [])
     assert [rank.rank for rank in found.ranks] == [0, 3]
     assert [rank.rank for rank in found.ranks if "generation" in rank.phases] == ranks
-    few = [text for text in found.run.warnings if "leave it out for servers on all" in text]
+    few = [text for text in found.config.warnings if "leave it out for servers on all" in text]
     assert len(few) == (ranks == [0])
 
 

@@ -54,13 +54,13 @@ LATENT = {
 def test_products_with_weights(tmp_path: Path, changes: dict[str, Any]) -> None:
     """Forward and backward through megatron-core's own modules: three times the formula. Attention
     and delta rules are not computed there, and the model ends at hidden states."""
-    run = tiny(tmp_path, changes=changes, world=1)
-    with world_as_rank(run.parallel, virtual_stages=None, rank=0, world_size=1) as layout:
-        built = build_rank(run.megatron, run.gpt, layout, gpu=True)
+    config = tiny(tmp_path, changes=changes, world=1)
+    with world_as_rank(config.parallel, virtual_stages=None, rank=0, world_size=1) as layout:
+        built = build_rank(config.megatron, config.gpt, layout, gpu=True)
         layers = list(unwrap_model(built.chunks[0]).decoder.layers)
         with FlopCounterMode(display=False) as counter:
             run_micro_batch(built, layers, TOKENS, gpu=True)
-    flops = forward_flops(run.megatron.transformer, run.gpt)
+    flops = forward_flops(config.megatron.transformer, config.gpt)
     assert counter.get_total_flops() == 3 * TOKENS * flops.matrices
     assert flops.head == 2 * 64 * 320
 
@@ -72,13 +72,13 @@ def test_attention_and_delta_rules(tmp_path: Path) -> None:
         tiny(tmp_path, world=1).megatron.transformer, SimpleNamespace(vocab_size=0)
     )  # type: ignore[arg-type]
     assert (dense.pair, dense.mixing) == (4 * 4 * (2 * 16 + 2 * 16), 0)
-    run = tiny(tmp_path, changes=DELTA_NETS, world=1)
-    mixed = forward_flops(run.megatron.transformer, run.gpt)
+    config = tiny(tmp_path, changes=DELTA_NETS, world=1)
+    mixed = forward_flops(config.megatron.transformer, config.gpt)
     channels = 2 * 2 * 12 + 4 * 10
     assert mixed.pair == dense.pair / 2
     assert mixed.mixing == 2 * (2 * 4 * channels + 6 * 4 * 12 * 10)
-    run = tiny(tmp_path, changes=LATENT, world=1)
-    assert forward_flops(run.megatron.transformer, run.gpt).pair == 4 * 4 * 2 * (12 + 8 + 12)
+    config = tiny(tmp_path, changes=LATENT, world=1)
+    assert forward_flops(config.megatron.transformer, config.gpt).pair == 4 * 4 * 2 * (12 + 8 + 12)
 
 
 def test_sequences() -> None:
@@ -91,24 +91,24 @@ def test_sequences() -> None:
 
 def test_windows(tmp_path: Path) -> None:
     """Two of four layers."""
-    run = tiny(tmp_path, world=1)
-    whole = forward_flops(run.megatron.transformer, run.gpt)
-    config = copy.copy(run.megatron.transformer)
-    config.window_size, config.window_attn_skip_freq = (15, 0), [1, 0, 1, 0]
-    cut = forward_flops(config, run.gpt)
+    config = tiny(tmp_path, world=1)
+    whole = forward_flops(config.megatron.transformer, config.gpt)
+    transformer = copy.copy(config.megatron.transformer)
+    transformer.window_size, transformer.window_attn_skip_freq = (15, 0), [1, 0, 1, 0]
+    cut = forward_flops(transformer, config.gpt)
     assert (cut.window, cut.windowed, cut.pair) == (16, whole.pair / 2, whole.pair / 2)
     assert cut.of_sequences([16]) == whole.of_sequences([16])
 
 
 def test_sparse_attention(tmp_path: Path) -> None:
     """Up to so many keys, all of them."""
-    run = tiny(tmp_path, world=1)
-    whole, config = (
-        forward_flops(run.megatron.transformer, run.gpt),
-        copy.copy(run.megatron.transformer),
+    config = tiny(tmp_path, world=1)
+    whole, transformer = (
+        forward_flops(config.megatron.transformer, config.gpt),
+        copy.copy(config.megatron.transformer),
     )
-    config.index_topk = 16  # type: ignore[attr-defined]
-    sparse = forward_flops(config, run.gpt)
+    transformer.index_topk = 16  # type: ignore[attr-defined]
+    sparse = forward_flops(transformer, config.gpt)
     assert (sparse.window, sparse.windowed, sparse.pair) == (16, whole.pair, 0)
     assert sparse.of_sequences([16]) == whole.of_sequences([16])
 
@@ -121,11 +121,11 @@ def test_a_rollout(tmp_path: Path) -> None:
         ("all", ()),
         ("adapter", ("--transformer-impl", "local", "--lora-rank", "4")),
     ):
-        run = tiny(tmp_path, *more, "--device-peak-tflops", "0.5", world=1)
-        speed = Throughput(run, devices=2, device="", log_prob_passes=2)
+        config = tiny(tmp_path, *more, "--device-peak-tflops", "0.5", world=1)
+        speed = Throughput(config, devices=2, device="", log_prob_passes=2)
         seconds = {"perf/train_s": 2.0, "perf/log_probs_s": 1.0, "perf/step_s": 5.0}
         found[name] = speed.metrics([(30, 20), (10, 0)], seconds)
-        flops = forward_flops(run.megatron.transformer, run.gpt)
+        flops = forward_flops(config.megatron.transformer, config.gpt)
     weights = 40 * flops.matrices + 20 * flops.head
     rest = flops.pair * (900 + 100) / 2
     trained = (3 * weights + 3 * rest) / 2 / 2 / TERA
@@ -138,7 +138,7 @@ def test_a_rollout(tmp_path: Path) -> None:
     }, rel=1e-12)  # fmt: skip
     saved = found["all"]["perf/actor_train_tflops"] - found["adapter"]["perf/actor_train_tflops"]
     assert saved == pytest.approx(weights / 2 / 2 / TERA, rel=1e-9)
-    assert Throughput(run, devices=1, device="", log_prob_passes=0).metrics([], seconds) == {}
+    assert Throughput(config, devices=1, device="", log_prob_passes=0).metrics([], seconds) == {}
 
 
 @pytest.mark.parametrize(

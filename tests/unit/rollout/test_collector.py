@@ -84,15 +84,15 @@ class Script:
 def collector(folder: Path, script: Script, *flags: str) -> Collector:
     """Rollouts of 2 groups of 2 samples: group g has the samples 2g and 2g + 1."""
     sizes = ("--rollout-batch-size", "2", "--n-samples-per-prompt", "2")
-    run = parse_args(
+    config = parse_args(
         complete(
             folder, *sizes, *flags, without=("--rollout-batch-size", "--n-samples-per-prompt")
         ),
         1,
     )
     buffer = GroupBuffer(cast(PromptSource, Prompts()), 2)
-    sampling = training_sampling(run.rollout)
-    return Collector(run, cast(Rollouter, script), buffer, sampling, group_filters(run))
+    sampling = training_sampling(config.rollout)
+    return Collector(config, cast(Rollouter, script), buffer, sampling, group_filters(config))
 
 
 def waiting_of(c: Collector) -> list[PendingGroup]:

@@ -97,16 +97,16 @@ def test_a_recipe_parses_with_the_demos_model(recipe: str, tmp_path: Path) -> No
     work = tmp_path / "warm_start"
     work.mkdir()
     warm_start_files(work)
-    run = parse_args(call(recipe, tmp_path, "--num-rollout", "30", WORK=str(work), MODEL=""), 1)
-    assert run.rollout.num_rollout == 30, "flags of the caller come last"
-    assert not run.warnings
+    config = parse_args(call(recipe, tmp_path, "--num-rollout", "30", WORK=str(work), MODEL=""), 1)
+    assert config.rollout.num_rollout == 30, "flags of the caller come last"
+    assert not config.warnings
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_recipe_parses_with_a_model_of_the_users(recipe: str, tmp_path: Path) -> None:
     files = write_files(tmp_path, max_position_embeddings=40960)
     Path(files["prompts"]).write_text('{"question": "1+1=", "answer": "#### 2"}\n')
-    run = parse_args(
+    config = parse_args(
         call(
             recipe,
             tmp_path,
@@ -117,8 +117,8 @@ def test_a_recipe_parses_with_a_model_of_the_users(recipe: str, tmp_path: Path) 
         ),
         1,
     )
-    assert run.megatron.transformer.bf16 and run.reward.rm_type == "gsm8k"
-    assert all(words.startswith("--load ") for words in run.warnings), run.warnings
+    assert config.megatron.transformer.bf16 and config.reward.rm_type == "gsm8k"
+    assert all(words.startswith("--load ") for words in config.warnings), config.warnings
 
 
 def test_the_first_call_makes_the_warm_start(tmp_path: Path) -> None:
@@ -191,8 +191,8 @@ def own_registrations() -> Iterator[None]:
 def test_command_lines_of_the_documents_parse(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for run in parsed(page, tmp_path, monkeypatch):
-        assert all(words.startswith("--load ") for words in run.warnings), run.warnings
+    for config in parsed(page, tmp_path, monkeypatch):
+        assert all(words.startswith("--load ") for words in config.warnings), config.warnings
 
 
 def test_command_lines_of_the_server_parse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,14 +260,14 @@ def test_the_guide_and_the_recipes_say_the_same(
     """Every recipe has a command line in the guide, with the same settings of the algorithm."""
     (tmp_path / "guide").mkdir()
     in_guide = [
-        (run.algorithm, run.policy_loss, run.off_policy)
-        for run in parsed(INDEX, tmp_path / "guide", monkeypatch)
+        (config.algorithm, config.policy_loss, config.off_policy)
+        for config in parsed(INDEX, tmp_path / "guide", monkeypatch)
     ]
     work = tmp_path / "warm_start"
     work.mkdir()
     warm_start_files(work)
     text = INDEX.read_text(encoding="utf-8")
     for recipe in RECIPES:
-        run = parse_args(call(recipe, tmp_path, WORK=str(work), MODEL=""), 1)
-        assert (run.algorithm, run.policy_loss, run.off_policy) in in_guide, recipe
+        config = parse_args(call(recipe, tmp_path, WORK=str(work), MODEL=""), 1)
+        assert (config.algorithm, config.policy_loss, config.off_policy) in in_guide, recipe
         assert f"scripts/examples/{recipe}.sh)" in text, recipe

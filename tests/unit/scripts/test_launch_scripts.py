@@ -58,14 +58,14 @@ def test_the_command_line_for_one_gpu_is_right(tmp_path: Path) -> None:
     subprocess.run(script, env=environment, check=True, timeout=200)
     argv, folder = recorded(tmp_path)
     assert argv[0] == "train.py" and Path(folder) == ROOT
-    run = parse_args(argv[1:], 1)
-    assert run.rollout.num_rollout == 30, "flags of the caller come last"
+    config = parse_args(argv[1:], 1)
+    assert config.rollout.num_rollout == 30, "flags of the caller come last"
     assert (
-        run.algorithm.policy_loss_type == "sapo"
-        and run.reward.rm_type == "gsm8k"
-        and run.megatron.transformer.bf16
+        config.algorithm.policy_loss_type == "sapo"
+        and config.reward.rm_type == "gsm8k"
+        and config.megatron.transformer.bf16
     )
-    assert run.warnings == (), "--save and --load of a new folder is how a run is started"
+    assert config.warnings == (), "--save and --load of a new folder is how a run is started"
 
 
 def test_a_missing_setting_for_one_gpu_is_named() -> None:

@@ -81,8 +81,8 @@ def test_a_recipe_starts_and_fits(
     monkeypatch.chdir(tmp_path)
     nodes, gpus = nodes_and_gpus(name)
     job = ["--preflight", "--nodes", str(nodes), "--gpus-per-node", str(gpus)]
-    run = parse_args(["--config", f"scripts/recipes/{name}/run.yaml", *job], 1)
-    found = check(run)
+    config = parse_args(["--config", f"scripts/recipes/{name}/run.yaml", *job], 1)
+    found = check(config)
     assert found.fits, found.verdict
     text = (FOLDER / name / "README.md").read_text()
     promised = re.search(r"a GPU needs ([\d.]+) GB", text)

@@ -99,10 +99,12 @@ def test_a_router_is_passed_by(
 
 
 def test_servers_that_are_started_tell_routes(tmp_path: Path) -> None:
-    run = parse_args(complete(tmp_path), 1)
-    run = replace(run, sglang=replace(run.sglang, rollout_num_gpus=2, sglang_python="python"))
+    config = parse_args(complete(tmp_path), 1)
+    config = replace(
+        config, sglang=replace(config.sglang, rollout_num_gpus=2, sglang_python="python")
+    )
     for wanted in (False, True):
-        asked = replace(run, rollout=replace(run.rollout, use_rollout_routing_replay=wanted))
+        asked = replace(config, rollout=replace(config.rollout, use_rollout_routing_replay=wanted))
         cpu = torch.device("cpu")
         servers = engine_launches(asked, find_nodes(2, cpu), device=cpu, logs=tmp_path)
         tells = ["--enable-return-routed-experts" in part.launch.command for (part,) in servers]

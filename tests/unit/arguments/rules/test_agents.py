@@ -104,10 +104,10 @@ def test_a_broken_rule(tmp_path: Path, rule: str, flags: str, flag: str, said: s
 
 
 def test_agents_by_function_and_by_command(tmp_path: Path) -> None:
-    run = parse_args(complete(tmp_path, *BASE.split()), 1)
-    assert run.agents.given and run.agents.agent_host == "127.0.0.1"
-    run = parse_args(complete(tmp_path, *COMMAND.split(), "python agent.py"), 1)
-    assert run.agents.agent_command == "python agent.py"
+    config = parse_args(complete(tmp_path, *BASE.split()), 1)
+    assert config.agents.given and config.agents.agent_host == "127.0.0.1"
+    config = parse_args(complete(tmp_path, *COMMAND.split(), "python agent.py"), 1)
+    assert config.agents.agent_command == "python agent.py"
     assert not parse_args(complete(tmp_path), 1).agents.given
 
 

@@ -34,10 +34,10 @@ def write_critic(folder: Path, **changes: object) -> None:
 
 def test_defaults(tmp_path: Path) -> None:
     """--lr of the command line is 1e-5."""
-    run = parse(tmp_path, PPO)
-    assert run.trains_critic and run.algorithm.lambd == 1.0 and run.warnings == ()
-    assert (run.value_loss.value_clip, run.value_loss.value_loss_scale) == (0.2, 0.5)
-    critic = run.critic
+    config = parse(tmp_path, PPO)
+    assert config.trains_critic and config.algorithm.lambd == 1.0 and config.warnings == ()
+    assert (config.value_loss.value_clip, config.value_loss.value_loss_scale) == (0.2, 0.5)
+    critic = config.critic
     assert (
         critic.critic_lr,
         critic.critic_min_lr,
@@ -50,8 +50,8 @@ def test_defaults(tmp_path: Path) -> None:
 
 
 def test_what_follows(tmp_path: Path) -> None:
-    run = parse(tmp_path, PPO + "--min-lr 1e-6 --critic-lr 2e-4")
-    assert run.critic.critic_min_lr == pytest.approx(2e-5), "the policy's share"
+    config = parse(tmp_path, PPO + "--min-lr 1e-6 --critic-lr 2e-4")
+    assert config.critic.critic_min_lr == pytest.approx(2e-5), "the policy's share"
     said = parse(tmp_path, PPO + "--min-lr 1e-6 --critic-min-lr 3e-6").critic
     assert (said.critic_lr, said.critic_min_lr) == (1e-5, 3e-6)
 
@@ -86,16 +86,20 @@ def test_slimes_words(tmp_path: Path) -> None:
         "--advantage-estimator gae --num-critic-only-steps 1 --value_clip 1e9 --lambd 0.95 "
         "--critic_lr_warmup_iters 3 --value-loss-scale 1"
     )
-    run = parse(tmp_path, words)
-    assert (run.algorithm.advantage_estimator, run.algorithm.lambd, run.value_loss.value_clip) == (
+    config = parse(tmp_path, words)
+    assert (
+        config.algorithm.advantage_estimator,
+        config.algorithm.lambd,
+        config.value_loss.value_clip,
+    ) == (
         "ppo",
         0.95,
         1e9,
     )
     assert (
-        run.critic.num_critic_only_steps,
-        run.critic.critic_lr_warmup_iters,
-        run.value_loss.value_loss_scale,
+        config.critic.num_critic_only_steps,
+        config.critic.critic_lr_warmup_iters,
+        config.value_loss.value_loss_scale,
     ) == (1, 3, 1.0)
     assert (
         parse(

@@ -19,8 +19,10 @@ SIZE = ("--num-rollout", "10", "--num-steps-per-rollout", "2")
 
 
 def warnings_of(folder: Path, flags: str) -> list[str]:
-    run = parse_args(complete(folder, *SIZE, *flags.split(), without=("--num-rollout",)), 1)
-    return [text for text in run.warnings if "iters" in text or "warmup" in text or "maxrl" in text]
+    config = parse_args(complete(folder, *SIZE, *flags.split(), without=("--num-rollout",)), 1)
+    return [
+        text for text in config.warnings if "iters" in text or "warmup" in text or "maxrl" in text
+    ]
 
 
 @pytest.mark.parametrize(
@@ -66,22 +68,22 @@ def test_what_fits_is_not(tmp_path: Path, flags: str) -> None:
 
 def test_a_run_of_epochs_is_told_when_its_length_is_known(tmp_path: Path) -> None:
     flags = ("--num-epoch", "3", "--lr-warmup-iters", "20")
-    run = parse_args(complete(tmp_path, *flags, without=("--num-rollout",)), 1)
-    assert not [text for text in run.warnings if "warmup" in text]
-    assert list(run_warnings(run, 21)) == []
-    (text,) = run_warnings(run, 20)
+    config = parse_args(complete(tmp_path, *flags, without=("--num-rollout",)), 1)
+    assert not [text for text in config.warnings if "warmup" in text]
+    assert list(run_warnings(config, 21)) == []
+    (text,) = run_warnings(config, 20)
     assert "never reaches --lr" in text
 
 
 def test_negative_rewards_of_any_function_are_told_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = parse_args(complete(tmp_path, "--advantage-estimator", "maxrl"), 1)
+    config = parse_args(complete(tmp_path, "--advantage-estimator", "maxrl"), 1)
     samples = [replace(make(i, r), weight_versions=()) for i, r in enumerate((1.0, -1.0, 0.0))]
     for estimator, count in (("maxrl", 1), ("grpo", 0)):
         caplog.clear()
-        algorithm = replace(run.algorithm, advantage_estimator=estimator)
-        strategy = make_strategy(replace(run, algorithm=algorithm))
+        algorithm = replace(config.algorithm, advantage_estimator=estimator)
+        strategy = make_strategy(replace(config, algorithm=algorithm))
         assert isinstance(strategy, ReinforcementLearning)
         with caplog.at_level("WARNING"):
             for _ in range(2):

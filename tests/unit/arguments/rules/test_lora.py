@@ -26,9 +26,9 @@ def write_adapter(folder: Path, **changes: object) -> None:
 
 def test_defaults_and_groups(tmp_path: Path) -> None:
     assert parse(tmp_path, "").lora.lora_rank == 0
-    run = parse(tmp_path, "--lora-rank 8")
-    assert run.lora.lora_alpha == 32 and lora_spec(run.lora, 1).scale == 4
-    assert {"q_proj", "o_proj", "gate_proj", "down_proj"} < lora_spec(run.lora, 1).targets
+    config = parse(tmp_path, "--lora-rank 8")
+    assert config.lora.lora_alpha == 32 and lora_spec(config.lora, 1).scale == 4
+    assert {"q_proj", "o_proj", "gate_proj", "down_proj"} < lora_spec(config.lora, 1).targets
     assert lora_spec(parse(tmp_path, "--lora-rank 8 --target-modules attn up_proj").lora,
     1).targets == {
         "q_proj", "k_proj", "v_proj", "o_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa",
@@ -37,14 +37,14 @@ def test_defaults_and_groups(tmp_path: Path) -> None:
 
 
 def test_the_critic_has_the_policys_modules_without_the_output_layer(tmp_path: Path) -> None:
-    run = parse(
+    config = parse(
         tmp_path,
         f"{PPO} --lora-rank 8 --critic-lora-rank 2 --lora-alpha 6 --lora-target-modules attn "
         "unembed",
     )
-    critic = critic_lora_spec(run.lora, run.critic.critic_lora_rank, run.model.seed)
+    critic = critic_lora_spec(config.lora, config.critic.critic_lora_rank, config.model.seed)
     assert critic.value_head and critic.rank == 2 and critic.scale == 3
-    assert lora_spec(run.lora, 1).targets - critic.targets == {"lm_head"}
+    assert lora_spec(config.lora, 1).targets - critic.targets == {"lm_head"}
 
 
 def test_the_reference_is_the_base(tmp_path: Path) -> None:
@@ -109,13 +109,13 @@ def test_every_rule_is_broken_somewhere() -> None:
 
 
 def test_overlap_is_told_to_have_no_effect(tmp_path: Path) -> None:
-    run = parse(
+    config = parse(
         tmp_path,
         "--lora-rank 4 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
     )
     assert any(
         "--overlap-grad-reduce and --overlap-param-gather have no effect" in words
-        for words in run.warnings
+        for words in config.warnings
     )
 
 

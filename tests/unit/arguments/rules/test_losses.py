@@ -35,13 +35,13 @@ def problems_of(folder: Path, flags: str) -> tuple[Problem, ...]:
 )
 def test_every_loss_is_chosen_by_its_names(tmp_path: Path, name: str) -> None:
     """With its own defaults, and without a warning under the default reduction."""
-    run = parse(tmp_path, f"--policy-loss-type {name}")
+    config = parse(tmp_path, f"--policy-loss-type {name}")
     loss = policy_losses.get(name)
-    assert run.algorithm.policy_loss_type == loss.name
-    assert run.policy_loss == loss.config_type(**loss.alias_defaults.get(name, {}))
-    assert not run.warnings
-    objective = make_objective(run)
-    assert (objective.policy_loss, objective.policy_config) == (loss, run.policy_loss)
+    assert config.algorithm.policy_loss_type == loss.name
+    assert config.policy_loss == loss.config_type(**loss.alias_defaults.get(name, {}))
+    assert not config.warnings
+    objective = make_objective(config)
+    assert (objective.policy_loss, objective.policy_config) == (loss, config.policy_loss)
 
 
 # flags -> settings of the chosen loss
@@ -94,9 +94,9 @@ SETTINGS: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.parametrize(("flags", "settings"), SETTINGS)
 def test_settings_of_the_chosen_loss(tmp_path: Path, flags: str, settings: dict[str, Any]) -> None:
     """slime's, SkyRL's and our spellings."""
-    run = parse(tmp_path, flags)
-    assert {name: getattr(run.policy_loss, name) for name in settings} == settings
-    assert not run.warnings
+    config = parse(tmp_path, flags)
+    assert {name: getattr(config.policy_loss, name) for name in settings} == settings
+    assert not config.warnings
 
 
 @pytest.mark.parametrize("name", ["gspo", "cispo"])
@@ -105,8 +105,11 @@ def test_slimes_estimator_chooses_a_loss(tmp_path: Path, name: str) -> None:
         f"--advantage-estimator {name}",
         f"--advantage-estimator {name} --policy-loss-type {name}",
     ):
-        run = parse(tmp_path, flags)
-        assert (run.algorithm.advantage_estimator, run.algorithm.policy_loss_type) == ("grpo", name)
+        config = parse(tmp_path, flags)
+        assert (config.algorithm.advantage_estimator, config.algorithm.policy_loss_type) == (
+            "grpo",
+            name,
+        )
 
 
 @pytest.mark.parametrize(
@@ -126,27 +129,30 @@ def test_an_estimator_that_contradicts_the_loss(tmp_path: Path, estimator: str, 
 
 
 def test_slimes_cispo_takes_eps_clip(tmp_path: Path) -> None:
-    run = parse(tmp_path, "--advantage-estimator cispo --eps-clip 0.2 --eps-clip-high 0.28")
-    assert (run.policy_loss.cispo_eps_clip_low, run.policy_loss.cispo_eps_clip_high) == (0.2, 0.28)
-    assert len(run.warnings) == 1 and "--cispo-eps-clip-low 1" in run.warnings[0]
-    run = parse(tmp_path, "--advantage-estimator cispo --eps-clip 1 --eps-clip-high 5")
-    assert (run.policy_loss.cispo_eps_clip_low, run.policy_loss.cispo_eps_clip_high) == (
+    config = parse(tmp_path, "--advantage-estimator cispo --eps-clip 0.2 --eps-clip-high 0.28")
+    assert (config.policy_loss.cispo_eps_clip_low, config.policy_loss.cispo_eps_clip_high) == (
+        0.2,
+        0.28,
+    )
+    assert len(config.warnings) == 1 and "--cispo-eps-clip-low 1" in config.warnings[0]
+    config = parse(tmp_path, "--advantage-estimator cispo --eps-clip 1 --eps-clip-high 5")
+    assert (config.policy_loss.cispo_eps_clip_low, config.policy_loss.cispo_eps_clip_high) == (
         1.0,
         5.0,
-    ) and not run.warnings
-    run = parse(tmp_path, "--advantage-estimator cispo --eps-clip 1")
-    assert run.policy_loss.cispo_eps_clip_high == 1.0
-    run = parse(
+    ) and not config.warnings
+    config = parse(tmp_path, "--advantage-estimator cispo --eps-clip 1")
+    assert config.policy_loss.cispo_eps_clip_high == 1.0
+    config = parse(
         tmp_path,
         "--advantage-estimator cispo --eps-clip 0.2 --cispo-eps-clip-low 1 --cispo-eps-clip-high 4",
     )
-    assert (run.policy_loss.cispo_eps_clip_low, run.policy_loss.cispo_eps_clip_high) == (
+    assert (config.policy_loss.cispo_eps_clip_low, config.policy_loss.cispo_eps_clip_high) == (
         1.0,
         4.0,
-    ) and not run.warnings
-    run = parse(tmp_path, "--policy-loss-type cispo --eps-clip 0.2")
-    assert run.policy_loss.cispo_eps_clip_low == 1.0
-    assert len(run.warnings) == 1 and "--eps-clip has no effect" in run.warnings[0]
+    ) and not config.warnings
+    config = parse(tmp_path, "--policy-loss-type cispo --eps-clip 0.2")
+    assert config.policy_loss.cispo_eps_clip_low == 1.0
+    assert len(config.warnings) == 1 and "--eps-clip has no effect" in config.warnings[0]
 
 
 # rule or "", flags, the flag that is named, words of the message
@@ -253,20 +259,20 @@ def test_the_terms_of_the_loss(tmp_path: Path) -> None:
 def test_a_custom_loss(tmp_path: Path, also: str) -> None:
     """It sees the settings of all losses, as given or by default."""
     (tmp_path / "mine.py").write_text("def mine(inputs, config): ...\n")
-    run = parse(
+    config = parse(
         tmp_path,
         f"--custom-loss-function-path {{folder}}/mine.py:mine --eps-clip 0.3 --dppo-delta-high 0.1 "
         f"{also}",
     )
-    assert not run.warnings
-    assert run.algorithm.loss_type == "policy_loss"
+    assert not config.warnings
+    assert config.algorithm.loss_type == "policy_loss"
     assert (
-        run.policy_loss.eps_clip,
-        run.policy_loss.dppo_delta_high,
-        run.policy_loss.sapo_tau_neg,
+        config.policy_loss.eps_clip,
+        config.policy_loss.dppo_delta_high,
+        config.policy_loss.sapo_tau_neg,
     ) == (0.3, 0.1, 1.05)
-    objective = make_objective(run)
-    assert objective.policy_loss.name == "custom" and objective.policy_config is run.policy_loss
+    objective = make_objective(config)
+    assert objective.policy_loss.name == "custom" and objective.policy_config is config.policy_loss
 
 
 def test_the_legacy_reduction_is_accepted_with_whole_micro_batches(tmp_path: Path) -> None:

@@ -109,8 +109,8 @@ def test_types_reach_megatron_core(tmp_path: Path) -> None:
         f"--bf16 {PRECISE} --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --main-grads-dtype bf16 "
         "--adam-beta2 0.98"
     )
-    run = parse_args(complete(tmp_path, *flags.split()), 1)
-    optimizer, bf16 = run.megatron.optimizer, torch.bfloat16
+    config = parse_args(complete(tmp_path, *flags.split()), 1)
+    optimizer, bf16 = config.megatron.optimizer, torch.bfloat16
     assert (optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype, optimizer.main_grads_dtype) == (
         bf16,
         bf16,
@@ -121,7 +121,9 @@ def test_types_reach_megatron_core(tmp_path: Path) -> None:
         optimizer.use_precision_aware_optimizer
         and optimizer.use_precision_aware_optimizer_no_fp8_or_ds_fp8
     )
-    assert run.megatron.ddp.grad_reduce_in_fp32 is False and "shrink" not in "".join(run.warnings)
+    assert config.megatron.ddp.grad_reduce_in_fp32 is False and "shrink" not in "".join(
+        config.warnings
+    )
     kept = parse_args(complete(tmp_path, *f"--bf16 {PRECISE}".split()), 1).megatron
     assert kept.optimizer.main_grads_dtype == torch.float32 and kept.ddp.grad_reduce_in_fp32 is True
 

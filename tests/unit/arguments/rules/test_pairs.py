@@ -28,35 +28,35 @@ def parse(folder: Path, flags: str) -> RunConfig:
 
 
 def test_what_follows_from_the_loss(tmp_path: Path) -> None:
-    run = parse(tmp_path, f"--loss-type dpo_loss {REF} --dpo-beta 0.3 --rpo-alpha 0.5")
-    algorithm = run.algorithm
+    config = parse(tmp_path, f"--loss-type dpo_loss {REF} --dpo-beta 0.3 --rpo-alpha 0.5")
+    algorithm = config.algorithm
     assert (algorithm.loss_type, algorithm.policy_loss_type) == ("sft_loss", "dpo")
-    assert run.policy_loss == DPOConfig(dpo_beta=0.3, dpo_nll_coef=0.5)
-    assert run.rollout.n_samples_per_prompt == 2 and algorithm.loss_reduction == "sequence_mean"
+    assert config.policy_loss == DPOConfig(dpo_beta=0.3, dpo_nll_coef=0.5)
+    assert config.rollout.n_samples_per_prompt == 2 and algorithm.loss_reduction == "sequence_mean"
     assert algorithm.global_batch_size == 8 and algorithm.samples_together == 2
-    assert run.log_prob_temperature == 1.0 and not run.learns_conversations
-    assert run.rollout.rollout_max_response_len == 511, "answers are cut where positions end"
-    assert needs_reference(algorithm) and not run.warnings
+    assert config.log_prob_temperature == 1.0 and not config.learns_conversations
+    assert config.rollout.rollout_max_response_len == 511, "answers are cut where positions end"
+    assert needs_reference(algorithm) and not config.warnings
     same = parse(tmp_path, f"--loss-type sft_loss --policy-loss-type dpo {REF} --dpo-beta 0.3 "
                            "--dpo-nll-coef 0.5")  # fmt: skip
-    assert same.algorithm == algorithm and same.policy_loss == run.policy_loss
+    assert same.algorithm == algorithm and same.policy_loss == config.policy_loss
 
 
 def test_a_reward_model_needs_no_reference(tmp_path: Path) -> None:
-    run = parse(tmp_path, "--loss-type rm_loss --center-rewards-coefficient 0.01")
-    assert run.policy_loss == BradleyTerryConfig(rm_center_coef=0.01) and not run.warnings
-    assert run.algorithm.trains_reward_model and not needs_reference(run.algorithm)
-    assert run.rollout.n_samples_per_prompt == 2 and not run.trains_critic
+    config = parse(tmp_path, "--loss-type rm_loss --center-rewards-coefficient 0.01")
+    assert config.policy_loss == BradleyTerryConfig(rm_center_coef=0.01) and not config.warnings
+    assert config.algorithm.trains_reward_model and not needs_reference(config.algorithm)
+    assert config.rollout.n_samples_per_prompt == 2 and not config.trains_critic
 
 
 def test_one_sample_at_a_time_becomes_one_pair(tmp_path: Path) -> None:
-    run = parse(tmp_path, f"--loss-type dpo_loss {REF} --qkv-format bshd")
-    assert run.algorithm.micro_batch_size == 2 and not run.algorithm.use_dynamic_batch_size
+    config = parse(tmp_path, f"--loss-type dpo_loss {REF} --qkv-format bshd")
+    assert config.algorithm.micro_batch_size == 2 and not config.algorithm.use_dynamic_batch_size
 
 
 def test_an_adapter_is_compared_with_its_base(tmp_path: Path) -> None:
-    run = parse(tmp_path, "--loss-type dpo_loss --lora-rank 4 --transformer-impl local")
-    assert run.reference_is_base and needs_reference(run.algorithm)
+    config = parse(tmp_path, "--loss-type dpo_loss --lora-rank 4 --transformer-impl local")
+    assert config.reference_is_base and needs_reference(config.algorithm)
 
 
 DPO = "--loss-type dpo_loss"

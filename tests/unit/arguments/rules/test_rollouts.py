@@ -116,8 +116,8 @@ def test_every_rule_is_broken_somewhere() -> None:
 
 
 def test_slimes_filters_are_built_in(tmp_path: Path) -> None:
-    run = parse_args(complete(tmp_path, "--dynamic-sampling-filter-path", NONZERO), 1)
-    assert run.scheduling.dynamic_sampling_filter_path == NONZERO
+    config = parse_args(complete(tmp_path, "--dynamic-sampling-filter-path", NONZERO), 1)
+    assert config.scheduling.dynamic_sampling_filter_path == NONZERO
 
 
 def read_sets(folder: Path, text: str, *flags: str) -> tuple[EvalSet, ...]:
@@ -134,11 +134,11 @@ def test_slimes_own_rollout_functions(tmp_path: Path) -> None:
     """The default is built in; the others name what there is in their place, and nothing is
     imported."""
     own = "slime.rollout.sglang_rollout.generate_rollout"
-    run = parse_args(complete(tmp_path, "--rollout-function-path", own), 1)
-    assert run.scheduling.rollout_function_path == own
+    config = parse_args(complete(tmp_path, "--rollout-function-path", own), 1)
+    assert config.scheduling.rollout_function_path == own
     path = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
-    run = parse_args(complete(tmp_path, "--rollout-function-path", path), 1)
-    assert run.scheduling.async_rollout and run.scheduling.rollout_function_path is None
+    config = parse_args(complete(tmp_path, "--rollout-function-path", path), 1)
+    assert config.scheduling.async_rollout and config.scheduling.rollout_function_path is None
 
 
 def test_evaluation_sets_of_a_file(tmp_path: Path) -> None:

@@ -87,9 +87,9 @@ def test_every_rule_is_broken_somewhere() -> None:
 
 
 def test_a_model_is_enough(folder: Path) -> None:
-    run = parse_args(["--hf-checkpoint", str(folder / "hf")], 1, SERVER)
-    assert (run.server.host, run.gpt.vocab_size) == ("127.0.0.1", 320)
-    assert run.warnings == ()
+    config = parse_args(["--hf-checkpoint", str(folder / "hf")], 1, SERVER)
+    assert (config.server.host, config.gpt.vocab_size) == ("127.0.0.1", 320)
+    assert config.warnings == ()
     open_to_all = [
         "--host",
         "0.0.0.0",

@@ -119,10 +119,13 @@ def test_flags_that_are_passed_on(tmp_path: Path, python: str) -> None:
         "--router-policy",
         "round_robin",
     ]
-    run = parse_args(complete(tmp_path, *words, *more), 1)
-    assert run.sglang.sglang_server_flags == {"mem_fraction_static": "0.7", "log_level": "warning"}
-    assert run.sglang.sglang_router_flags == {"policy": "round_robin"}
-    assert run.sglang.update_weight_transport == "broadcast"
+    config = parse_args(complete(tmp_path, *words, *more), 1)
+    assert config.sglang.sglang_server_flags == {
+        "mem_fraction_static": "0.7",
+        "log_level": "warning",
+    }
+    assert config.sglang.sglang_router_flags == {"policy": "round_robin"}
+    assert config.sglang.update_weight_transport == "broadcast"
 
 
 def test_a_shared_machine_without_a_gpu(tmp_path: Path, python: str) -> None:

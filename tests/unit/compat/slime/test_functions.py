@@ -228,14 +228,16 @@ def test_a_generate_function_that_renders_the_messages(tmp_path: Path) -> None:
     )
     row = {"input": [{"role": "user", "content": "hi"}], "label": "7", "tools": [{"name": "f"}]}
     (tmp_path / "prompts.jsonl").write_text(json.dumps(row) + '\n{"input": "text", "label": "7"}\n')
-    run = parse_args(line, 1)
-    assert run.scheduling.renders_prompts
-    source = PromptSource(run.data, make_tokenizer(), raw_messages=run.scheduling.renders_prompts)
+    config = parse_args(line, 1)
+    assert config.scheduling.renders_prompts
+    source = PromptSource(
+        config.data, make_tokenizer(), raw_messages=config.scheduling.renders_prompts
+    )
     prompt, plain = source.next_prompts(2)
     with pytest.raises(ValueError, match="needs --apply-chat-template"):
-        PromptSource(run.data, make_tokenizer())
+        PromptSource(config.data, make_tokenizer())
     assert prompt.text == "<|user|>hi<|assistant|>" and plain.text == "text"
-    path = run.scheduling.custom_generate_function_path
+    path = config.scheduling.custom_generate_function_path
     assert path is not None
     found = generate(tmp_path, path, Scripted("yes"), prompt)
     asked = "user:hi|assistant:[{'name': 'f'}]"
@@ -347,10 +349,10 @@ class EasyFirst(RolloutDataSourceWithBuffer):
 
 def test_a_data_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path, SOURCE, "EasyFirst")
-    run = run_of(tmp_path, "--data-source-path", path)
+    config = run_of(tmp_path, "--data-source-path", path)
     made = make_tokenizer()
     monkeypatch.setattr("slime_like.compat.slime.sources.load_tokenizer", lambda *a, **k: made)
-    source = SlimeAdapter(run).data_source(
+    source = SlimeAdapter(config).data_source(
         load_function(path, "--data-source-path"), "--data-source-path"
     )
     source.data_source.get_samples(1)
@@ -359,7 +361,7 @@ def test_a_data_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # and back from its own buffer, through a checkpoint
     source.data_source.add_samples([[first, *others]])
     state = source.data_source.state_dict()
-    again = SlimeAdapter(run).data_source(
+    again = SlimeAdapter(config).data_source(
         load_function(path, "--data-source-path"), "--data-source-path"
     )
     again.data_source.load_state_dict(state)
