@@ -104,6 +104,7 @@ DEPENDENCIES = (
     Dependency("yaml", "pyyaml", "run files (--config)", required=True),
     Dependency("rich", "rich", "the display of a run", required=True),
     Dependency("psutil", "psutil", "memory, worker processes", required=True),
+    Dependency("pydantic", "pydantic", "checks of files and of servers' responses", required=True),
     Dependency(
         "tensorboard",
         "tensorboard",

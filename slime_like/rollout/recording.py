@@ -21,16 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from slime_like.checked_json import (
-    InvalidResponse,
-    int_of,
-    log_prob,
-    object_of,
-    printable,
-    shown,
-    text_of,
-    token_ids,
-)
+from slime_like.checked_json import HIGHEST_LOG_PROB, LOWEST_LOG_PROB, printable, shown
 from slime_like.samples.episodes import complete
 from slime_like.samples.groups import SampleGroup, flatten
 from slime_like.types import NOT_SAMPLED, Sample, SampleStatus
@@ -51,9 +42,18 @@ _TENSORS = {
     "routed_experts": "routes",
     "token_rewards": "token_rewards",
 }
-# Fields that JSON holds. Rewards, labels and metadata may hold NaN: Python's JSON writes and reads
-# it.
-_PLAIN = ("group_id", "sample_id", "response_length", "reward", "text", "response", "label")
+# Fields that JSON holds, with their types. Rewards, labels and metadata may hold NaN: Python's
+# JSON writes and reads it.
+_PLAIN: Mapping[str, tuple[type, ...] | None] = {
+    "group_id": (int,),
+    "sample_id": (int,),
+    "response_length": (int,),
+    "reward": (int, float, type(None)),
+    "text": (str,),
+    "response": (str,),
+    "label": None,  # any
+    "metadata": (dict,),
+}
 # keys under which JSON holds a tuple, and a dict whose keys are not all text
 _TUPLE = "__tuple__"
 _ITEMS = "__items__"
@@ -225,8 +225,8 @@ def _to_row(sample: Sample, tensors: dict[str, Tensor], key: str) -> dict[str, A
             tensors[f"{key}.{stored_as}"] = tensor.detach().cpu().contiguous().clone()
     tensors[f"{key}.weight_versions"] = torch.tensor(sample.weight_versions, dtype=torch.int64)
     where = f"sample {sample.sample_id}"
-    row = {name: encode(getattr(sample, name), f"{where}: {name}") for name in _PLAIN}
-    row["metadata"] = encode(dict(sample.metadata), f"{where}: metadata")
+    values = {name: getattr(sample, name) for name in _PLAIN} | {"metadata": dict(sample.metadata)}
+    row = {name: encode(value, f"{where}: {name}") for name, value in values.items()}
     row["status"] = str(sample.status)
     if sample.branches:
         row["branches"] = [
@@ -238,14 +238,12 @@ def _to_row(sample: Sample, tensors: dict[str, Tensor], key: str) -> dict[str, A
 def _from_row(row: dict[str, Any], tensors: dict[str, Tensor], key: str = "") -> Sample:
     where = f"sample {shown(row['sample_id'])}"
     key = key or str(row["sample_id"])
-    int_of(row["sample_id"], where, 0, _MAX_ID)
-    int_of(row["group_id"], f"{where}: group_id", 0, _MAX_ID)
-    length = int_of(row["response_length"], f"{where}: response_length", 0, _MAX_ID)
-    for name in ("text", "response"):
-        text_of(row[name], f"{where}: {name}", _MAX_ID)
-    if row["reward"] is not None and type(row["reward"]) not in (int, float):
-        raise InvalidResponse(f"{where}: reward {shown(row['reward'])} is no number")
-    object_of(row["metadata"], f"{where}: metadata")
+    for name, types in _PLAIN.items():
+        value = row[name]
+        legal = types is None or type(value) in types
+        if not legal or (types == (int,) and not 0 <= value <= _MAX_ID):
+            raise ValueError(f"{where}: {name} is {shown(value)}")
+    length = row["response_length"]
     present: dict[str, Any] = {
         name: tensors[f"{key}.{stored_as}"]
         for name, stored_as in _TENSORS.items()
@@ -263,7 +261,7 @@ def _from_row(row: dict[str, Any], tensors: dict[str, Tensor], key: str = "") ->
         raise ValueError(f"{where}: tokens or loss mask absent, or of the wrong length or type")
     branch_rows = enumerate(row.get("branches") or ())
     branches = [_from_row(branch, tensors, f"{key}.{i}") for i, branch in branch_rows]
-    fields: dict[str, Any] = {name: decode(row[name]) for name in (*_PLAIN, "metadata")}
+    fields: dict[str, Any] = {name: decode(row[name]) for name in _PLAIN}
     return Sample(
         **fields,
         **present,
@@ -274,7 +272,7 @@ def _from_row(row: dict[str, Any], tensors: dict[str, Tensor], key: str = "") ->
 
 
 def check_values(groups: Sequence[SampleGroup], vocab_size: int) -> None:
-    """Validate recorded samples with the checks of engine responses (`engines.checked_json`).
+    """Validate recorded samples like responses of engines.
 
     Args:
         groups: From `load_rollout`.
@@ -296,18 +294,28 @@ def check_values(groups: Sequence[SampleGroup], vocab_size: int) -> None:
 def _check_sample(sample: Sample, vocab_size: int) -> None:
     where = f"sample {sample.sample_id}"
     length = sample.response_length
-    token_ids(sample.tokens.tolist(), f"{where}: tokens", vocab_size)
+    wrong = (sample.tokens < 0) | (sample.tokens >= vocab_size)
+    if bool(wrong.any()):
+        place = int(wrong.nonzero()[0])
+        raise ValueError(
+            f"{where}: tokens: {int(sample.tokens[place])} at {place} is not a token id from 0 to "
+            f"{vocab_size - 1}"
+        )
     versions = sample.weight_versions
     if len(versions) not in (0, length) or min(versions, default=0) < NOT_SAMPLED:
         raise ValueError(f"{where}: weight versions {shown(versions)} for {length} tokens")
-    mask = sample.loss_mask.tolist()
-    if sample.rollout_log_probs is not None:
-        values = sample.rollout_log_probs.tolist()
-        if sample.rollout_log_probs.shape != (length,):
-            raise ValueError(f"{where}: {len(values)} log-probs for {length} tokens")
-        for place, value in enumerate(values):
-            if mask[place]:
-                log_prob(value, f"{where}: the log-prob of token {place}")
+    log_probs = sample.rollout_log_probs
+    if log_probs is not None:
+        if log_probs.shape != (length,):
+            raise ValueError(f"{where}: {log_probs.numel()} log-probs for {length} tokens")
+        legal = (log_probs >= LOWEST_LOG_PROB) & (log_probs <= HIGHEST_LOG_PROB)  # no NaN
+        wrong = sample.loss_mask & ~legal
+        if bool(wrong.any()):
+            place = int(wrong.nonzero()[0])
+            raise ValueError(
+                f"{where}: the log-prob of token {place} is {float(log_probs[place])}, must be a "
+                f"number from {LOWEST_LOG_PROB:g} to 0"
+            )
     rewards = sample.token_rewards
     if rewards is not None and (rewards.shape != (length,) or not bool(rewards.isfinite().all())):
         raise ValueError(f"{where}: {rewards.numel()} rewards of {length} tokens, or not finite")

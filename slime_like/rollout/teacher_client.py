@@ -156,7 +156,7 @@ class ServedTeacher:
         except RequestFailed as failure:
             return f"the teacher: {failure}"
         except InvalidResponse as failure:
-            counts["bad_answer"] += 1
+            counts[failure.kind] += 1
             return f"the teacher: {failure}"
         return scores
 
@@ -211,7 +211,7 @@ class ServedTeacher:
                 "tokenizer"
             )
 
-    async def _post(self, client: httpx.AsyncClient, url: str, body: dict[str, object]) -> object:
+    async def _post(self, client: httpx.AsyncClient, url: str, body: dict[str, object]) -> bytes:
         return await post_once(client, f"{url}/generate", body, self._deadlines)
 
     def _new_id(self, what: object) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from slime_like.checked_json import shown
 from slime_like.errors import RunError
-from slime_like.sglang.control_answers import checksums, weight_version
+from slime_like.sglang.control_answers import Checksums, ModelInfo
 from slime_like.sglang.http import CONTROL_S, RequestFailed
 from slime_like.sglang.server_pool import ServerPool, Worker
 from slime_like.text import list_names
@@ -32,7 +32,9 @@ def check_versions(pool: ServerPool, workers: Sequence[Worker], version: int) ->
     responding = []
     for worker in workers:
         try:
-            reported = pool.ask(worker, "/model_info", weight_version, timeout_s=CONTROL_S)
+            reported = pool.ask(
+                worker, "/model_info", ModelInfo, timeout_s=CONTROL_S
+            ).weight_version
         except RequestFailed as failure:
             pool.evict(worker, str(failure))
             continue
@@ -55,8 +57,8 @@ def check_equal_weights(pool: ServerPool, workers: Sequence[Worker]) -> None:
         try:
             body = {"action": "checksum"}
             sums = pool.ask(
-                worker, "/weights_checker", checksums, timeout_s=10 * CONTROL_S, body=body
-            )
+                worker, "/weights_checker", Checksums, timeout_s=10 * CONTROL_S, body=body
+            ).by_name()
         except RequestFailed as failure:
             logger.warning(f"the engine {worker.url} gives no checksums of its weights: {failure}")
             continue

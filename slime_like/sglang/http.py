@@ -22,8 +22,9 @@ from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import TypeVar
 
 import httpx
+from pydantic_core import from_json
 
-from slime_like.checked_json import InvalidResponse, parse_json, printable, shown
+from slime_like.checked_json import printable, shown
 
 T = TypeVar("T")
 
@@ -93,11 +94,10 @@ async def post_once(
     body: object,
     deadlines: Deadlines,
     max_bytes: int = ANSWER_BYTES,
-) -> object:
-    """POST once; returns the JSON of a 200 response of at most `max_bytes`. Raises
-    RequestFailed."""
+) -> bytes:
+    """POST once; returns the body of a 200 response, at most `max_bytes`. Raises RequestFailed."""
     request = _request(client, "POST", url, body, deadlines)
-    return json_of(await _exchange(client, request, deadlines, max_bytes, (200,)), url)
+    return await _exchange(client, request, deadlines, max_bytes, (200,))
 
 
 def _request(
@@ -190,14 +190,6 @@ def failure_of(error: httpx.HTTPError, url: str, deadlines: Deadlines) -> Reques
     return RequestFailed("connection_lost", message, retryable=True)
 
 
-def json_of(body: bytes, url: str) -> object:
-    """Decode the body. Raises RequestFailed for invalid JSON (see `parse_json` for limits)."""
-    try:
-        return parse_json(body)
-    except InvalidResponse as error:
-        raise RequestFailed("no_json", f"{url}: status 200 and {error}", retryable=False) from None
-
-
 async def with_retries(
     attempt: Callable[[int], Awaitable[T]], retries: Retries, counts: Counter[str]
 ) -> T:
@@ -241,7 +233,11 @@ class ControlClient:
         """Send a request; returns the response object, {} for an empty body or null. timeout_s:
         total. Raises RequestFailed, also for a response with `"success": false`."""
         answer = self._bytes(url, body, timeout_s, method, max_bytes)
-        value = json_of(answer, url) if answer.strip() else None
+        try:
+            value = from_json(answer) if answer.strip() else None
+        except ValueError as error:
+            message = f"{url}: status 200 and invalid JSON: {error}"
+            raise RequestFailed("no_json", message, retryable=False) from None
         if value is None:
             return {}
         if not isinstance(value, dict):

@@ -2,34 +2,88 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, cast, get_args
+import contextlib
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, TypeVar
+
+from pydantic import Field
 
 from slime_like.checked_json import (
     InvalidResponse,
+    Items,
+    LogProb,
+    Response,
+    TokenId,
     WrongWeightVersion,
-    check_weight_versions,
-    is_int_between,
-    log_prob,
     printable,
+    read,
     shown,
-    token_ids,
 )
 from slime_like.engines.base import FinishReason, GenerateOutput, GenerateRequest, SamplingParams
+from slime_like.sglang.routed_experts import RoutesFormat, read_routed_experts
 
 _NOTHING_NEW = {"temperature": 1.0, "max_new_tokens": 0}
-_NO_LIMIT = 2**31  # bound of token ids if the vocabulary size is unknown
 _ANSWER_BYTES = 2**20  # size limit of a response without its tokens
 _TOKEN_BYTES = 512  # size limit per token: id, log-prob, text and weight version
 
 
 @dataclass(frozen=True, slots=True)
 class Legal:
-    """Legal content of a response. versions: weight versions that the server may have had."""
+    """Legal content of a response. versions: weight versions that the server may have had.
+    routed_experts: their format, of a network with experts."""
 
     vocab_size: int
     versions: Collection[int]
+    routed_experts: RoutesFormat | None = None
+
+
+class _FinishReason(Response):
+    type: FinishReason
+    status_code: Annotated[int, Field(ge=100, le=599)] | None = None
+    message: object = None
+
+
+class _Span(Response):
+    """Response tokens [start, end) of one weight version."""
+
+    version: object
+    start: int
+    end: int
+
+
+class _Meta(Response):
+    id: str | None = None
+
+
+class _Answer(Response):
+    meta_info: _Meta
+
+
+class _GenerationMeta(_Meta):
+    finish_reason: _FinishReason
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    weight_version: object = None  # of all tokens, without weight_versions
+    weight_versions: Items[_Span] | None = None
+    output_token_logprobs: Items[tuple[LogProb, TokenId, object]] = Field(default_factory=list)
+    routed_experts: str | None = None
+
+
+class _Generation(_Answer):
+    output_ids: Items[TokenId] = Field(default_factory=list)
+    meta_info: _GenerationMeta
+
+
+class _ScoresMeta(_Meta):
+    input_token_logprobs: Items[tuple[LogProb | None, TokenId, object]]
+
+
+class _Scores(_Answer):
+    meta_info: _ScoresMeta
+
+
+A = TypeVar("A", bound=_Answer)
 
 
 class RefusedByServer(ValueError):
@@ -104,42 +158,48 @@ def max_response_bytes(
 
 
 def read_generation(
-    answer: Any, request: GenerateRequest, sampling: SamplingParams, rid: str, legal: Legal
+    answer: bytes, request: GenerateRequest, sampling: SamplingParams, rid: str, legal: Legal
 ) -> GenerateOutput:
     """Validate a response and convert it to a `GenerateOutput`.
 
     Raises:
         InvalidResponse: Tokens, log-probs, counts and finish reason are inconsistent.
         WrongWeightVersion: A weight version is not `legal`.
-        Refused: The server aborted the request.
+        RefusedByServer: The server aborted the request.
     """
-    meta = meta_of(answer, rid)
-    finish, reason = _finish_reason(meta, rid)
-    status = reason.get("status_code")
-    if finish == "abort" and status is not None:
-        if not is_int_between(status, 100, 599):
-            raise InvalidResponse(f"request {rid}: status_code {shown(status)} of an abort")
-        raise RefusedByServer(f"request {rid}: {printable(str(reason.get('message')))}", status)
-    tokens = token_ids(answer.get("output_ids"), f"request {rid}: output_ids", legal.vocab_size)
-    if len(tokens) > sampling.max_new_tokens or (not tokens and finish != "abort"):
-        raise InvalidResponse(
-            f"request {rid}: {len(tokens)} tokens, expected 1 to {sampling.max_new_tokens}"
-        )
-    counted = meta.get("completion_tokens", len(tokens))
-    if counted != len(tokens):
-        raise InvalidResponse(
-            f"request {rid}: {len(tokens)} tokens, and the server counted {shown(counted)}"
-        )
-    read = meta.get("prompt_tokens", len(request.prompt_tokens))
-    if read != len(request.prompt_tokens):
-        raise InvalidResponse(
-            f"request {rid}: a prompt of {len(request.prompt_tokens)} tokens, and the server read "
-            f"{shown(read)}"
-        )
-    log_probs = _log_probs(meta.get("output_token_logprobs"), tokens, rid)
-    versions = _weight_versions(meta, len(tokens), rid)
-    check_weight_versions(versions, legal.versions, f"request {rid}")
-    return GenerateOutput(request.sample_id, tokens, log_probs, finish, versions)
+    with _of_request(rid):
+        generation = _read(_Generation, answer, rid)
+        meta = generation.meta_info
+        tokens = tuple(generation.output_ids)
+        finish = meta.finish_reason
+        if finish.type == "abort" and finish.status_code is not None:
+            message = f"request {rid}: {printable(str(finish.message))}"
+            raise RefusedByServer(message, finish.status_code)
+        largest = max(tokens, default=0)
+        if largest >= legal.vocab_size:
+            raise InvalidResponse(
+                f"output_ids[{tokens.index(largest)}] is {shown(largest, 40)}, not a token id from "
+                f"0 to {legal.vocab_size - 1}"
+            )
+        if len(tokens) > sampling.max_new_tokens or (not tokens and finish.type != "abort"):
+            raise InvalidResponse(f"{len(tokens)} tokens, expected 1 to {sampling.max_new_tokens}")
+        if meta.completion_tokens not in (None, len(tokens)):
+            raise InvalidResponse(
+                f"{len(tokens)} tokens, and the server counted {meta.completion_tokens}"
+            )
+        length = len(request.prompt_tokens)
+        if meta.prompt_tokens not in (None, length):
+            raise InvalidResponse(
+                f"a prompt of {length} tokens, and the server read {meta.prompt_tokens}"
+            )
+        log_probs = _log_probs(meta, tokens)
+        versions = _weight_versions(meta, len(tokens), legal.versions)
+        output = GenerateOutput(request.sample_id, tokens, log_probs, finish.type, versions)
+        if not sampling.report_routed_experts:
+            return output
+        assert legal.routed_experts is not None, "checked by the caller"
+        experts = read_routed_experts(meta.routed_experts, request, output, legal.routed_experts)
+        return replace(output, routed_experts=experts)
 
 
 def vocabulary_body(token: int, rid: str) -> dict[str, object]:
@@ -149,103 +209,104 @@ def vocabulary_body(token: int, rid: str) -> dict[str, object]:
 
 
 def read_scores(
-    answer: object, tokens: Sequence[int], rid: str, start: int = 0, last: int | None = None
+    answer: bytes, tokens: Sequence[int], rid: str, start: int = 0, last: int | None = None
 ) -> tuple[float, ...]:
     """Log-probs of tokens[start + 1:]. last: the last token of the vocabulary, which SGLang may
     report as 0 here. Raises InvalidResponse."""
-    scored = tuple(tokens[start + 1 :])
-    entries = meta_of(answer, rid).get("input_token_logprobs")
-    if not isinstance(entries, list) or len(entries) != len(tokens) - start:
-        count = f"{len(entries)} log-probs" if isinstance(entries, list) else "no log-probs"
-        raise InvalidResponse(f"request {rid}: {count} for {len(tokens) - start} input tokens")
-    named = [
-        [entry[0], token]
-        if token == last and isinstance(entry, list) and entry[1:2] == [0]
-        else entry
-        for entry, token in zip(entries[1:], scored, strict=True)
-    ]
-    return _log_probs(named, scored, rid)
-
-
-def read_input_tokens(answer: object, rid: str) -> tuple[int, ...]:
-    """The tokens that the server made of a text. Raises InvalidResponse."""
-    entries = meta_of(answer, rid).get("input_token_logprobs")
-    if not isinstance(entries, list) or not all(
-        isinstance(entry, list) and len(entry) > 1 for entry in entries
-    ):
-        raise InvalidResponse(f"request {rid}: no log-probs of input tokens: {shown(entries)}")
-    return token_ids([entry[1] for entry in entries], f"request {rid}: input tokens", _NO_LIMIT)
-
-
-def meta_of(answer: object, rid: str) -> Mapping[str, object]:
-    """The meta_info of a response. Raises InvalidResponse, also for the response to another
-    request."""
-    if not isinstance(answer, dict) or not isinstance(answer.get("meta_info"), dict):
-        raise InvalidResponse(f"request {rid}: no answer of /generate: {shown(answer)}")
-    meta = answer["meta_info"]
-    if not str(meta.get("id", rid)).endswith(rid):  # some versions put a worker's number before it
-        raise InvalidResponse(f"request {rid}: the response is to request {shown(meta['id'])}")
-    return meta
-
-
-def _finish_reason(
-    meta: Mapping[str, object], rid: str
-) -> tuple[FinishReason, Mapping[str, object]]:
-    reason = meta.get("finish_reason")
-    kind = reason.get("type") if isinstance(reason, dict) else None
-    if not isinstance(reason, dict) or kind not in get_args(FinishReason):
-        raise InvalidResponse(f"request {rid}: unknown finish_reason {shown(reason)}")
-    return cast(FinishReason, kind), reason
-
-
-def _log_probs(entries: object, tokens: tuple[int, ...], rid: str) -> tuple[float, ...]:
-    """Log-probs from [log_prob, token id, ...] entries, one for each of `tokens`, in order."""
-    if not isinstance(entries, list) or len(entries) != len(tokens):
-        count = len(entries) if isinstance(entries, list) else "no"
-        raise InvalidResponse(f"request {rid}: {count} log-probs for {len(tokens)} tokens")
-    values = []
-    for place, (entry, token) in enumerate(zip(entries, tokens, strict=True)):
-        if not isinstance(entry, list) or len(entry) < 2 or entry[1] != token:
+    scores: list[float] = []
+    with _of_request(rid):
+        entries = _read(_Scores, answer, rid).meta_info.input_token_logprobs
+        if len(entries) != len(tokens) - start:
             raise InvalidResponse(
-                f"request {rid}: the log-prob at {place} is {shown(entry)}, and the token there is "
-                f"{token}"
+                f"{len(entries)} log-probs for {len(tokens) - start} input tokens"
             )
-        values.append(log_prob(entry[0], f"request {rid}: the log-prob of token {place}"))
-    return tuple(values)
+        for place, (log_prob, reported, _) in enumerate(entries[1:], start + 1):
+            token = tokens[place]
+            if log_prob is None or (reported != token and (token, reported) != (last, 0)):
+                raise InvalidResponse(
+                    f"the log-prob at {place} is {log_prob} of token {reported}, and the token "
+                    f"there is {token}"
+                )
+            scores.append(log_prob)
+    return tuple(scores)
 
 
-def _weight_versions(meta: Mapping[str, object], length: int, rid: str) -> tuple[int, ...]:
-    """Weight version of every token, from `weight_versions` (spans) or, in its absence,
-    `weight_version` (one for all tokens)."""
-    spans = meta.get("weight_versions")
+def read_input_tokens(answer: bytes, rid: str) -> tuple[int, ...]:
+    """The tokens that the server made of a text. Raises InvalidResponse."""
+    with _of_request(rid):
+        entries = _read(_Scores, answer, rid).meta_info.input_token_logprobs
+        return tuple(token for _, token, _ in entries)
+
+
+@contextlib.contextmanager
+def _of_request(rid: str) -> Iterator[None]:
+    """Names the request in what is raised."""
+    try:
+        yield
+    except InvalidResponse as error:
+        raise type(error)(f"request {rid}: {error}") from None
+
+
+def _read(model: type[A], data: bytes, rid: str) -> A:
+    """Raises InvalidResponse, also for the response to another request."""
+    answer = read(model, data)
+    id = answer.meta_info.id
+    if id is not None and not id.endswith(rid):  # some versions put a worker's number before it
+        raise InvalidResponse(f"the response is to request {shown(id)}")
+    return answer
+
+
+def _log_probs(meta: _GenerationMeta, tokens: tuple[int, ...]) -> tuple[float, ...]:
+    """The log-prob of each token. Compared at once, because responses have thousands of tokens."""
+    entries = meta.output_token_logprobs
+    if len(entries) != len(tokens):
+        raise InvalidResponse(f"{len(entries)} log-probs for {len(tokens)} tokens")
+    reported = tuple([entry[1] for entry in entries])
+    if reported != tokens:
+        place = next(i for i, (a, b) in enumerate(zip(reported, tokens, strict=True)) if a != b)
+        raise InvalidResponse(
+            f"the log-prob at {place} is of token {shown(reported[place], 40)}, and the token "
+            f"there is {tokens[place]}"
+        )
+    return tuple([entry[0] for entry in entries])
+
+
+def _weight_versions(meta: _GenerationMeta, length: int, legal: Collection[int]) -> tuple[int, ...]:
+    """The weight version of each token: in `legal`, and not below that of the token before."""
+    spans = meta.weight_versions
     if spans is None:
-        spans = [{"version": meta.get("weight_version"), "start": 0, "end": length}]
-    if not isinstance(spans, list):
-        raise InvalidResponse(f"request {rid}: weight_versions is not a list: {shown(spans)}")
+        spans = [_Span(version=meta.weight_version, start=0, end=length)]
     versions: list[int] = []
     for span in spans:
-        start, end = (span.get(key) if isinstance(span, dict) else None for key in ("start", "end"))
-        if start != len(versions) or not is_int_between(end, len(versions), length):
+        if span.start != len(versions) or not span.start <= span.end <= length:
             raise InvalidResponse(
-                f"request {rid}: the weight versions {shown(spans)} are none of {length} tokens"
+                f"weight versions of tokens {shown(span.start, 40)} to {shown(span.end, 40)} after "
+                f"{len(versions)} of {length} tokens"
             )
-        if end > len(versions):
-            versions += [_version(span.get("version"), rid)] * (end - len(versions))
+        if span.start == span.end:
+            continue
+        version = _version(span.version)
+        if version not in legal:
+            names = ", ".join(map(str, sorted(legal))) or "none"
+            raise WrongWeightVersion(
+                f"weight version {shown(version, 40)}, and only {names} can have written it"
+            )
+        if versions and version < versions[-1]:
+            raise WrongWeightVersion(f"weight version {version} after {versions[-1]}")
+        versions += [version] * (span.end - span.start)
     if len(versions) != length:
-        raise InvalidResponse(
-            f"request {rid}: weight versions of {len(versions)} tokens for {length} tokens"
-        )
+        raise InvalidResponse(f"weight versions of {len(versions)} tokens for {length} tokens")
     return tuple(versions)
 
 
-def _version(value: object, rid: str) -> int:
+def _version(value: object) -> int:
     """Parse a weight version, an integer or its text. Raises WrongWeightVersion for other text,
     e.g. from a server that never received weights; InvalidResponse for other types."""
     if type(value) is int:
         return value
     if not isinstance(value, str):
-        raise InvalidResponse(f"request {rid}: weight version {shown(value)}")
+        raise InvalidResponse(f"weight version {shown(value)}")
     digits = value.removeprefix("-")
     if not (digits.isascii() and digits.isdecimal() and len(digits) <= 18):
-        raise WrongWeightVersion(f"request {rid}: the weight version {shown(value)} was never sent")
+        raise WrongWeightVersion(f"the weight version {shown(value)} was never sent")
     return int(value)

@@ -9,7 +9,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import httpx
 
@@ -29,10 +29,9 @@ from slime_like.sglang.protocol import (
     RefusedByServer,
     generation_body,
     max_response_bytes,
-    meta_of,
     read_generation,
 )
-from slime_like.sglang.routed_experts import RoutesFormat, read_routed_experts
+from slime_like.sglang.routed_experts import RoutesFormat
 from slime_like.sglang.server_pool import ServerPool, Worker
 
 ABORT_DEADLINES = Deadlines(CONTROL_S, CONTROL_S, CONTROL_S)
@@ -105,10 +104,9 @@ class ServerRequests:
             async with self._slots:
                 return await self._generate(client, request, sampling, rid)
         except (RequestFailed, InvalidResponse) as failure:
-            kind = failure.kind if isinstance(failure, RequestFailed) else "bad_answer"
             self.counts["dropped" if isinstance(failure, RequestFailed) else "rejected"] += 1
             if isinstance(failure, InvalidResponse):
-                self.counts[kind] += 1
+                self.counts[failure.kind] += 1
             message = str(failure) if rid in str(failure) else f"request {rid}: {failure}"
             return GenerateOutput(request.sample_id, (), (), "abort", (), failure=message)
         finally:
@@ -131,8 +129,7 @@ class ServerRequests:
                     client, f"{worker.url}/abort_request", {"rid": rid}, ABORT_DEADLINES
                 )
             except RequestFailed as failure:  # a dead server has aborted it already
-                if failure.kind != "no_json":  # SGLang responds with an empty body
-                    self.counts[f"abort_{failure.kind}"] += 1
+                self.counts[f"abort_{failure.kind}"] += 1
 
         await asyncio.gather(
             *(send_abort(worker, rid) for worker in self._pool.alive() for rid in rids)
@@ -178,23 +175,17 @@ class ServerRequests:
         avoid: set[str],
     ) -> GenerateOutput:
         """One attempt. A server that responds with an impossible weight version is evicted until it
-        has the current weights. Raises RequestFailed, InvalidResponse, Refused."""
+        has the current weights. Raises RequestFailed, InvalidResponse, RefusedByServer."""
         url, worker = await self._target(avoid)
         oldest = self._pool.version
         evictions = 0 if worker is None else worker.evictions
         body = generation_body(request, sampling, rid)
         limit = max_response_bytes(request, sampling, self._token_bytes(sampling))
         answer = await self._post(client, url, worker, body, limit, avoid)
-        legal = Legal(self._vocab_size, {v for v in self.sent if v >= oldest})
+        versions = {v for v in self.sent if v >= oldest}
+        legal = Legal(self._vocab_size, versions, self._routed_experts)
         try:
-            output = read_generation(answer, request, sampling, rid, legal)
-            if not sampling.report_routed_experts:
-                return output
-            assert self._routed_experts is not None
-            routed_experts = read_routed_experts(
-                meta_of(answer, rid), request, output, self._routed_experts, rid
-            )
-            return replace(output, routed_experts=routed_experts)
+            return read_generation(answer, request, sampling, rid, legal)
         except WrongWeightVersion as error:
             self.counts["wrong_version"] += 1
             if worker is None:
@@ -206,7 +197,7 @@ class ServerRequests:
                 )
             raise WrongWeightVersion(f"{url}: {error}") from None
         except InvalidResponse as error:
-            raise InvalidResponse(f"{url}: {error}") from None
+            raise type(error)(f"{url}: {error}") from None
 
     def _token_bytes(self, sampling: SamplingParams) -> int:
         """Bytes of one token's routed experts in a response: base64 of int32 for every layer."""
@@ -222,7 +213,7 @@ class ServerRequests:
         body: dict[str, object],
         max_bytes: int,
         avoid: set[str],
-    ) -> object:
+    ) -> bytes:
         """POST through the router or to a server. avoid: addresses where this request failed;
         extended on failure."""
         task = asyncio.current_task()

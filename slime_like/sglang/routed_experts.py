@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,46 +34,43 @@ class RoutesFormat:
 
 
 def read_routed_experts(
-    meta: Mapping[str, object],
+    encoded: str | None,
     request: GenerateRequest,
     output: GenerateOutput,
     expected: RoutesFormat,
-    rid: str,
 ) -> Tensor:
     """Routed experts [prompt and response tokens, MoE layers, topk] int16, -1 for the last token;
     all -1 for a request that was aborted in the server's queue. Raises InvalidResponse."""
     length = len(request.prompt_tokens) + len(output.tokens)
-    encoded = meta.get("routed_experts")
     if output.finish_reason == "abort" and (encoded is None or not output.tokens):
         return expected.unknown(length)
-    if not isinstance(encoded, str):
+    if encoded is None:
         raise InvalidResponse(
-            f"request {rid}: the server reports no routed experts; start it with "
+            "the server reports no routed experts; start it with "
             "--enable-return-routed-experts, and with an MoE model"
         )
     try:
         numbers = np.frombuffer(base64.b64decode(encoded, validate=True), dtype="<i4")
     except (binascii.Error, ValueError):
         raise InvalidResponse(
-            f"request {rid}: routed_experts is not base64 of int32: {shown(encoded, 40)!r}"
+            f"routed_experts is not base64 of int32: {shown(encoded, 40)!r}"
         ) from None
     shape = (length - 1, len(expected.sparse), expected.topk)
     if numbers.size != shape[0] * shape[1] * shape[2]:
         raise InvalidResponse(
-            f"request {rid}: {numbers.size} routed experts, expected (tokens - 1, layers, topk) = "
-            f"{shape}"
+            f"{numbers.size} routed experts, expected (tokens - 1, layers, topk) = {shape}"
         )
     experts = numbers.reshape(shape)[:, np.array(expected.sparse)]
     if experts.size and (experts.min() < 0 or experts.max() >= expected.experts):
         raise InvalidResponse(
-            f"request {rid}: routed experts from {experts.min()} to {experts.max()}, expected 0 to "
+            f"routed experts from {experts.min()} to {experts.max()}, expected 0 to "
             f"{expected.experts - 1}"
         )
     sorted_experts = np.sort(experts, axis=-1)
     if (
         sorted_experts[..., 1:] == sorted_experts[..., :-1]
     ).any():  # e.g. the server's buffer was never written
-        raise InvalidResponse(f"request {rid}: a token was routed to the same expert twice")
+        raise InvalidResponse("a token was routed to the same expert twice")
     routed_experts = expected.unknown(length)
     routed_experts[:-1] = torch.from_numpy(experts.astype(np.int16))
     return routed_experts

@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable
 from urllib.parse import quote
 
-from slime_like.checked_json import InvalidResponse
+from slime_like.checked_json import InvalidResponse, read
 from slime_like.errors import RunError
-from slime_like.sglang.control_answers import router_workers
+from slime_like.sglang.control_answers import RouterWorker, RouterWorkers
 from slime_like.sglang.http import ControlClient, RequestFailed
 from slime_like.sglang.processes import Launch, ServerProcess
 
@@ -50,18 +50,17 @@ class Router:
                     raise RunError(f"the router {self.url} does not answer: {failure}") from None
             time.sleep(0.1)
 
-    def workers(self) -> dict[str, str]:
-        """Server address -> the router's id, for servers that it routes to. Raises
-        RequestFailed."""
-        return {url: number for url, number, healthy in self._entries() if healthy}
+    def workers(self) -> list[str]:
+        """Addresses of the servers that it routes to. Raises RequestFailed."""
+        return [worker.url for worker in self._workers() if worker.is_healthy]
 
-    def _entries(self) -> list[tuple[str, str, bool]]:
+    def _workers(self) -> list[RouterWorker]:
         url = f"{self.url}/workers"
         answer = self._control.call(url, timeout_s=CALL_S, method="GET")
         try:
-            return router_workers(answer)
+            return read(RouterWorkers, answer).workers
         except InvalidResponse as bad:
-            raise RequestFailed("bad_answer", f"{url}: {bad}", retryable=False) from None
+            raise RequestFailed(bad.kind, f"{url}: {bad}", retryable=False) from None
 
     def add(self, worker: str) -> None:
         """Add a server; returns once the router routes to it. Raises RunError."""
@@ -77,14 +76,11 @@ class Router:
         """Remove a server. An unreachable router, or an unknown server, is fine: it gets no
         requests either way."""
         try:
-            numbers = [number for url, number, _ in self._entries() if url == worker]
-            for number in numbers:
-                self._control.call(
-                    f"{self.url}/workers/{quote(number, safe='')}",
-                    timeout_s=CALL_S,
-                    method="DELETE",
-                )
-            self._wait(lambda: not any(url == worker for url, _, _ in self._entries()))
+            for each in self._workers():
+                if each.url == worker:
+                    url = f"{self.url}/workers/{quote(str(each.id), safe='')}"
+                    self._control.call(url, timeout_s=CALL_S, method="DELETE")
+            self._wait(lambda: all(each.url != worker for each in self._workers()))
         except RequestFailed as failure:
             logger.warning(f"the router did not let go of the engine {worker}: {failure}")
 

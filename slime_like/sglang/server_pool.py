@@ -11,9 +11,8 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TypeVar
 
-from slime_like.checked_json import InvalidResponse
+from slime_like.checked_json import InvalidResponse, M, read
 from slime_like.errors import RunError
 from slime_like.sglang.http import ANSWER_BYTES, ControlClient, RequestFailed
 from slime_like.sglang.processes import EngineProcess
@@ -21,7 +20,6 @@ from slime_like.sglang.router import Router
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
 MAX_RESTARTS = 3  # restarts of one server per run
 MAX_WRONG_VERSIONS = 3  # evictions for wrong weight versions before a server stays out
 PROCESS_POLL_S = 0.5
@@ -196,21 +194,19 @@ class ServerPool:
         self,
         worker: Worker,
         path: str,
-        read: Callable[[dict[str, object]], T],
+        model: type[M],
         *,
         timeout_s: float,
         body: object = None,
-    ) -> T:
-        """`read` applied to the response of a GET, or of a POST if there is a body. Raises
-        RequestFailed, also if `read` raises InvalidResponse."""
+    ) -> M:
+        """The response to a GET, or to a POST if there is a body. Raises RequestFailed, also for an
+        invalid response."""
         method = "GET" if body is None else "POST"
         answer = self.call(worker, path, body, timeout_s=timeout_s, method=method)
         try:
-            return read(answer)
+            return read(model, answer)
         except InvalidResponse as bad:
-            raise RequestFailed(
-                "bad_answer", f"{worker.url}{path}: {bad}", retryable=False
-            ) from None
+            raise RequestFailed(bad.kind, f"{worker.url}{path}: {bad}", retryable=False) from None
 
     def is_healthy(self, worker: Worker, timeout_s: float | None = None) -> bool:
         """Whether the server passes a health probe."""

@@ -9,7 +9,7 @@ from typing import NoReturn
 import torch
 
 from slime_like.errors import RunError
-from slime_like.sglang.control_answers import tensor_parallel_size
+from slime_like.sglang.control_answers import ServerInfo
 from slime_like.sglang.http import CONTROL_S, RequestFailed
 from slime_like.sglang.server_pool import ServerPool, Worker
 from slime_like.weight_sync.settings import UpdateSettings
@@ -93,13 +93,13 @@ class Servers:
 
     def size(self, worker: Worker) -> int:
         """Tensor-parallel size of a server. Raises RequestFailed."""
-        size = self.pool.ask(worker, "/server_info", tensor_parallel_size, timeout_s=CONTROL_S)
-        if size is None:
+        info = self.pool.ask(worker, "/server_info", ServerInfo, timeout_s=CONTROL_S)
+        if (info.pp_size, info.dp_size) != (1, 1):
             raise RunError(
                 f"the engine {worker.url} is pipeline- or data-parallel, which requires "
                 "--update-weight-transport disk"
             )
-        return size
+        return info.tp_size
 
     def abort_update(
         self, error: Exception, failed: Sequence[Worker], workers: Sequence[Worker]

@@ -11,7 +11,7 @@ import torch
 
 from slime_like.checked_json import shown
 from slime_like.errors import RunError
-from slime_like.sglang.control_answers import weight_version
+from slime_like.sglang.control_answers import ModelInfo
 from slime_like.sglang.http import CONTROL_S, RequestFailed
 from slime_like.sglang.server_pool import ServerPool, Worker
 from slime_like.weight_sync.senders import SendingRanks
@@ -87,16 +87,16 @@ class WeightUpdater:
             pool = self.servers.pool
             try:
                 self.transport.restore(worker)
-                reported = pool.ask(worker, "/model_info", weight_version, timeout_s=CONTROL_S)
+                info = pool.ask(worker, "/model_info", ModelInfo, timeout_s=CONTROL_S)
                 # it may have been evicted while paused
                 pool.call(worker, "/continue_generation", {}, timeout_s=CONTROL_S)
             except (RequestFailed, UpdateIncomplete, RunError) as failure:
                 logger.warning(f"the engine {worker.url} did not get the weights: {failure}")
                 return None
-            if reported != str(version):
+            if info.weight_version != str(version):
                 logger.warning(
-                    f"the engine {worker.url} reports weight version {shown(reported)} after an "
-                    f"update to {version}"
+                    f"the engine {worker.url} reports weight version {shown(info.weight_version)} "
+                    f"after an update to {version}"
                 )
                 return None
             self._holders.append((worker, evictions))

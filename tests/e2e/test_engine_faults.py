@@ -75,8 +75,8 @@ def test_passing_faults_cost_time_and_wrong_answers_their_samples(
     first, second = rows_of(tmp_path)
     assert first["rollout/failed_frac"] == 2 / 16 and second["rollout/failed_frac"] == 0
     assert first["engine/retries"] == 5 and (first["engine/dropped"], first["engine/rejected"]) == (
-        1,
-        1,
+        0,
+        2,
     )
     kinds = {
         "status_500": 1,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import math
@@ -11,10 +12,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import BaseModel
+from pydantic_core import from_json
 
-from slime_like.checked_json import LOWEST_LOG_PROB, InvalidResponse, parse_json
+from slime_like.checked_json import LOWEST_LOG_PROB, InvalidResponse, read
 from slime_like.engines.base import GenerateRequest, SamplingParams
-from slime_like.sglang import control_answers
+from slime_like.sglang.control_answers import Checksums, ModelInfo, RouterWorkers, ServerInfo
 from slime_like.sglang.protocol import (
     Legal,
     RefusedByServer,
@@ -22,12 +25,11 @@ from slime_like.sglang.protocol import (
     read_input_tokens,
     read_scores,
 )
-from slime_like.sglang.routed_experts import RoutesFormat, read_routed_experts
+from slime_like.sglang.routed_experts import RoutesFormat
 
 REQUEST = GenerateRequest(7, (3, 5), seed=0)
-SAMPLING = SamplingParams(max_new_tokens=4)
-LEGAL = Legal(vocab_size=64, versions={3, 4})
-ROUTES = RoutesFormat((True, False), topk=1, experts=4)
+SAMPLING = SamplingParams(max_new_tokens=4, report_routed_experts=True)
+LEGAL = Legal(64, {3, 4}, RoutesFormat((True, False), topk=1, experts=4))
 RID = "run-7-0"
 VALID: dict[str, Any] = {
     "text": "ab",
@@ -125,9 +127,9 @@ def sentence_of(read: Callable[[], Any]) -> str | None:
 @given(mutated(VALID) | JSON)
 def test_generate_is_a_valid_sample_or_a_sentence(answer: Any) -> None:
     def read() -> None:
-        parsed = parse_json(as_bytes(answer))
-        output = read_generation(parsed, REQUEST, SAMPLING, RID, LEGAL)
-        routed_experts = read_routed_experts(parsed["meta_info"], REQUEST, output, ROUTES, RID)
+        output = read_generation(as_bytes(answer), REQUEST, SAMPLING, RID, LEGAL)
+        routed_experts = output.routed_experts
+        assert routed_experts is not None
         count = len(output.tokens)
         assert count == len(output.log_probs) == len(output.weight_versions) <= 4
         assert count or output.finish_reason == "abort"
@@ -144,28 +146,25 @@ def test_generate_is_a_valid_sample_or_a_sentence(answer: Any) -> None:
 @given(mutated(VALID) | JSON)
 def test_scores_are_log_probs_or_a_sentence(answer: Any) -> None:
     def read() -> None:
-        scores = read_scores(parse_json(as_bytes(answer)), (3, 5), RID)
+        scores = read_scores(as_bytes(answer), (3, 5), RID)
         assert len(scores) == 1 and LOWEST_LOG_PROB <= scores[0] <= 1e-3
 
     def tokens() -> None:
-        assert all(type(t) is int for t in read_input_tokens(parse_json(as_bytes(answer)), RID))
+        assert all(type(t) is int for t in read_input_tokens(as_bytes(answer), RID))
 
     sentence_of(read)
     sentence_of(tokens)
 
 
-CONTROL: dict[str, tuple[Callable[[Any], Any], Any]] = {
-    "/model_info": (control_answers.weight_version, {"weight_version": "3"}),
-    "/server_info": (
-        control_answers.tensor_parallel_size,
-        {"tp_size": 2, "pp_size": 1, "dp_size": 1},
-    ),
+CONTROL: dict[str, tuple[type[BaseModel], Any]] = {
+    "/model_info": (ModelInfo, {"weight_version": "3"}),
+    "/server_info": (ServerInfo, {"tp_size": 2, "pp_size": 1, "dp_size": 1}),
     "/weights_checker": (
-        control_answers.checksums,
+        Checksums,
         {"success": True, "ranks": [{"checksums": {"a": "1f", "b": "2e"}}]},
     ),
     "/workers": (
-        control_answers.router_workers,
+        RouterWorkers,
         {"workers": [{"url": "http://127.0.0.1:30000", "id": "a1", "is_healthy": True}]},
     ),
 }
@@ -174,25 +173,23 @@ CONTROL: dict[str, tuple[Callable[[Any], Any], Any]] = {
 @pytest.mark.parametrize("path", CONTROL)
 @given(data=st.data())
 def test_control_answers_are_read_or_a_sentence(path: str, data: st.DataObject) -> None:
-    reader, valid = CONTROL[path]
-    assert sentence_of(lambda: reader(valid)) is None
+    model, valid = CONTROL[path]
+    assert sentence_of(lambda: read(model, valid)) is None
     answer = data.draw(mutated(valid) | st.dictionaries(KEYS, JSON, max_size=4))
-
-    def read() -> None:
-        parsed = parse_json(as_bytes(answer))
-        if isinstance(parsed, dict):  # the client refuses what is none
-            reader(parsed)
-
-    sentence_of(read)
+    sentence_of(lambda: read(model, as_bytes(answer)))
+    # as `ControlClient` parses it
+    with contextlib.suppress(ValueError):
+        parsed = from_json(as_bytes(answer))
+        sentence_of(lambda: read(model, parsed))
 
 
 @given(st.binary(max_size=200) | JSON.map(as_bytes) | st.integers(0, 2000).map(lambda n: b"[" * n))
 def test_bytes_are_json_within_limits_or_a_sentence(data: bytes) -> None:
-    sentence_of(lambda: parse_json(data))
+    sentence_of(lambda: read(ModelInfo, data))
 
 
 def test_the_valid_answer_is_read() -> None:
-    output = read_generation(parse_json(as_bytes(VALID)), REQUEST, SAMPLING, RID, LEGAL)
+    output = read_generation(as_bytes(VALID), REQUEST, SAMPLING, RID, LEGAL)
     assert output.tokens == (9, 0, 63) and output.weight_versions == (3, 4, 4)
-    routed_experts = read_routed_experts(VALID["meta_info"], REQUEST, output, ROUTES, RID)
-    assert routed_experts.flatten().tolist() == [0, 1, 2, 3, -1]
+    assert output.routed_experts is not None
+    assert output.routed_experts.flatten().tolist() == [0, 1, 2, 3, -1]

@@ -177,7 +177,7 @@ def require_routed_experts(pool: ServerPool) -> None:
 
 def workers_of(router: Router) -> list[str]:
     try:
-        workers = list(router.workers())
+        workers = router.workers()
     except RequestFailed as failure:
         raise RunError(str(failure)) from None
     if not workers:

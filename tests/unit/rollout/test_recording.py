@@ -229,10 +229,10 @@ def _another_sample(path: Path) -> None:
         (_unknown_status, r"r1\.json: damaged \(ValueError: 'fine'"),
         (
             _word_for_reward,
-            r"r1\.json: damaged \(InvalidResponse: sample 0: reward 'high' is no number",
+            r"r1\.json: damaged \(ValueError: sample 0: reward is 'high'",
         ),
         (_nested_metadata, r"r1\.json: not JSON \("),
-        (_group_id_of_text, r"r1\.json: damaged \(InvalidResponse: sample 0: group_id is '7'"),
+        (_group_id_of_text, r"r1\.json: damaged \(ValueError: sample 0: group_id is '7'"),
         (_another_sample, r"r1\.json: damaged \(ValueError: sample 99: "),
     ],
 )

@@ -149,7 +149,7 @@ WRONG: dict[str, tuple[list[Fault | None], str]] = {
     "html": ([text("<html>502</html>")], "invalid JSON"),
     "no log-probs": (
         [changed(lambda a: a["meta_info"].pop("input_token_logprobs"))],
-        "no log-probs",
+        "input_token_logprobs is missing",
     ),
     "fewer": ([entries(lambda e: e[:-1])], "log-probs for"),
     "NaN": ([entries(lambda e: [*e[:-1], [float("nan"), *e[-1][1:]]])], "is nan"),
