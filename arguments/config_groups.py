@@ -14,8 +14,7 @@ from slime_like.losses.value_loss import ValueLossConfig
 
 @dataclass(frozen=True)
 class ConfigGroups:
-    """All groups of settings. policy_loss: settings of the chosen loss. eval_sets: the evaluation
-    sets that `eval` names."""
+    """All groups of settings."""
 
     model: schema.ModelConfig
     lora: schema.LoraConfig
@@ -23,7 +22,7 @@ class ConfigGroups:
     parallel: schema.ParallelConfig
     data: schema.DataConfig
     eval: schema.EvalConfig
-    eval_sets: tuple[EvalSet, ...]
+    eval_sets: tuple[EvalSet, ...]  # the evaluation sets that `eval` names
     rollout: schema.RolloutConfig
     scheduling: schema.SchedulingConfig
     agents: schema.AgentsConfig
@@ -33,7 +32,7 @@ class ConfigGroups:
     algorithm: schema.AlgorithmConfig
     distillation: schema.DistillationConfig
     off_policy: OffPolicyConfig
-    policy_loss: Any
+    policy_loss: Any  # settings of the chosen loss
     critic: schema.CriticConfig
     value_loss: ValueLossConfig
     guards: schema.GuardConfig

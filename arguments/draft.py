@@ -33,13 +33,13 @@ PAIR_DEFAULTS = {"n_samples_per_prompt": 2, "loss_reduction": "sequence_mean"}
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """The program whose command line is parsed. usage, hidden: for --help. values: values of
-    settings that the program does not have but rules read."""
+    """The program whose command line is parsed."""
 
     rules: tuple[Rule, ...]
     warnings: tuple[Warn, ...]
-    usage: str
-    hidden: frozenset[str]
+    usage: str  # for --help
+    hidden: frozenset[str]  # for --help
+    # values of settings that the program does not have but rules read
     values: Mapping[str, object] = dataclasses.field(default_factory=dict)
     default_micro_batches: bool = False  # whether to use a token budget by default
 

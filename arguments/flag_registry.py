@@ -158,10 +158,10 @@ def registry_help() -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Spelling:
-    """A name that can be typed. value: value that a switch gets; None for flags with a value."""
+    """A name that can be typed."""
 
     flag: Flag
-    value: bool | None
+    value: bool | None  # value that a switch gets; None for flags with a value
 
 
 class FlagTable:

@@ -23,26 +23,21 @@ Kind = Literal["value", "list", "switch", "json"]
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """A flag on the command line.
+    """A flag on the command line."""
 
-    dest: field name. on: spellings; messages use the first. off: spellings that turn a switch off.
-    item: type of the value, or of each item of a list. rejection: why the flag is not
-    supported; empty if it is.
-    """
-
-    dest: str
+    dest: str  # field name
     group: str
     kind: Kind
     help: str
-    on: tuple[str, ...]
-    off: tuple[str, ...] = ()
-    item: type = str
+    on: tuple[str, ...]  # spellings; messages use the first
+    off: tuple[str, ...] = ()  # spellings that turn a switch off
+    item: type = str  # type of the value, or of each item of a list
     default: object = None
     default_text: str = ""  # shown instead of `default`
     choices: tuple[object, ...] | None = None
     legal: Range | None = None
     metavar: str | None = None
-    rejection: str = ""
+    rejection: str = ""  # why the flag is not supported; empty if it is
     needs: tuple[str, ...] = ()  # see `slime_like.config.arg`
     only_with: tuple[str, ...] = ()
     excludes: tuple[str, ...] = ()
@@ -151,13 +146,12 @@ def default_of(field: dataclasses.Field[object]) -> object:
 
 @dataclass(frozen=True, slots=True)
 class SourceField:
-    """A dataclass field read from source text. annotation: Any for types that are not plain.
-    known_default: False if the default is not a constant expression; `default` is then None."""
+    """A dataclass field read from source text."""
 
     name: str
-    annotation: object
+    annotation: object  # any for types that are not plain
     default: object
-    known_default: bool
+    known_default: bool  # False if the default is not a constant expression; `default` is then None
     arg_names: tuple[str, ...]
 
 

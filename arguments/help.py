@@ -31,8 +31,12 @@ def default_text(flag: Flag) -> str:
 def help_text(
     table: FlagTable, about: str = "", *, usage: str = TRAIN_USAGE, hidden: Collection[str] = ()
 ) -> str:
-    """Format --help. about: part of a group title or flag name; empty: everything. hidden: fields
-    of settings that the program does not have."""
+    """Format --help.
+
+    Args:
+        about: Part of a group title or flag name; empty: everything.
+        hidden: Fields of settings that the program does not have.
+    """
     word = about.lstrip("-").replace("_", "-").lower()
     groups: dict[str, list[Flag]] = {}
     for flag in table.flags:

@@ -102,10 +102,9 @@ def resolve_transformer_impl(model: ModelConfig, machine: Machine) -> str:
 
 @dataclass(slots=True)
 class Build:
-    """Input of the three config objects. values: field name -> value, from flags and
-    checkpoint."""
+    """Input of the three config objects."""
 
-    values: Mapping[str, Any]
+    values: Mapping[str, Any]  # field name -> value, from flags and checkpoint
     parallel: ParallelConfig
     virtual_stages: int | None
     transformer_impl: str

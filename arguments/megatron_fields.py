@@ -15,30 +15,22 @@ from arguments.flags import Shape
 
 @dataclass(frozen=True, slots=True)
 class MegatronField:
-    """One supported setting.
+    """One supported setting."""
 
-    Attributes:
-        help: For --help and docs/flags.md.
-        on, off: Megatron-LM's spellings that are not the field's name.
-        shape: How a field of several types is parsed. A list with one item becomes the plain value;
-            see `network_of_flags`.
-        dtypes: Megatron-LM's names of the dtypes that Transformer Engine's Adam supports, for a
-            field that is a torch.dtype; `arguments/rules/training.py` has further restrictions.
-        choices: Supported values; a release may have more.
-        needs: As in `slime_like.config.arg`.
-        default: Text of the default, where it is not megatron-core's own.
-        some_releases: Some supported releases lack the field.
-    """
-
-    help: str
+    help: str  # for --help and docs/flags.md
+    # on, off: Megatron-LM's spellings that are not the field's name
     on: tuple[str, ...] = ()
     off: tuple[str, ...] = ()
+    # how a field of several types is parsed. A list with one item becomes the plain value; see
+    # `network_of_flags`
     shape: Shape | None = None
+    # Megatron-LM's names of the dtypes that Transformer Engine's Adam supports, for a field that is
+    # a torch.dtype; `arguments/rules/training.py` has further restrictions
     dtypes: tuple[str, ...] = ()
-    choices: tuple[str, ...] = ()
-    needs: tuple[str, ...] = ()
-    default: str = ""
-    some_releases: bool = False
+    choices: tuple[str, ...] = ()  # supported values; a release may have more
+    needs: tuple[str, ...] = ()  # as in `slime_like.config.arg`
+    default: str = ""  # text of the default, where it is not megatron-core's own
+    some_releases: bool = False  # some supported releases lack the field
 
     @property
     def union(self) -> Shape | None:

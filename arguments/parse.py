@@ -83,9 +83,12 @@ def _shared_parser(usage: str, hidden: frozenset[str], version: int) -> Launcher
 def parse_args(argv: Sequence[str], world_size: int, program: Program = TRAIN) -> RunConfig:
     """Parse a command line of train.py or the server. Needs no process group.
 
-    argv: without the program's name. world_size: number of processes. Raises `HelpRequested`, and
-    ConfigError with every problem; megatron-core's own objections are only reported if there are no
-    others.
+    Raises `HelpRequested`, and ConfigError with every problem; megatron-core's own objections are
+    only reported if there are no others.
+
+    Args:
+        argv: Without the program's name.
+        world_size: Number of processes.
     """
     # --help shows the flags of user modules too, which are imported first
     without_help = _without_help(argv)
@@ -264,11 +267,11 @@ def import_modules(modules: Sequence[str]) -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sources:
-    """Settings, and the run file that they name. words: the settings as a command line."""
+    """Settings, and the run file that they name."""
 
     settings: ParsedArgs
     run_file: ParsedArgs
-    words: Sequence[str]
+    words: Sequence[str]  # the settings as a command line
 
 
 def _sources(argv: Sequence[str], parser: LauncherParser) -> Sources:

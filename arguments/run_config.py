@@ -19,18 +19,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TeacherModel:
-    """Model config of --opd-teacher-load in this run's layout and precision. transformer:
-    megatron-core's TransformerConfig."""
+    """Model config of --opd-teacher-load in this run's layout and precision."""
 
     gpt: GPTModelConfig
-    transformer: TransformerConfig
+    transformer: TransformerConfig  # megatron-core's TransformerConfig
 
 
 @dataclass(frozen=True)
 class CriticModel:
-    """The critic's layout and model config. parallel: complete, as the policy's in `RunConfig`."""
+    """The critic's layout and model config."""
 
-    parallel: ParallelConfig
+    parallel: ParallelConfig  # complete, as the policy's in `RunConfig`
     megatron: MegatronConfigs
 
 
@@ -47,21 +46,17 @@ class RunConfig(ConfigGroups):
 
     With a critic, `critic.critic_lr` and `critic_min_lr` are set, and `critic_model` has its
     layout; without one it is None.
-
-    teacher: of on-policy distillation on Megatron, else None. argv: the command line. warnings: to
-    be printed once by the launcher.
-
-    notes: what differs from slime, for a command line that was written for it, and defaults that
-    follow from others; the launcher prints them once. custom: values of the flags that
-    --custom-arguments-path added, by their names.
     """
 
     megatron: MegatronConfigs
-    teacher: TeacherModel | None
+    teacher: TeacherModel | None  # of on-policy distillation on Megatron, else None
     critic_model: CriticModel | None
+    # values of the flags that --custom-arguments-path added, by their names
     custom: Mapping[str, object]
-    argv: tuple[str, ...]
-    warnings: tuple[str, ...]
+    argv: tuple[str, ...]  # the command line
+    warnings: tuple[str, ...]  # to be printed once by the launcher
+    # what differs from slime, for a command line that was written for it, and defaults that follow
+    # from others; the launcher prints them once
     notes: tuple[str, ...]
 
     @property

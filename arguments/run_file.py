@@ -79,8 +79,12 @@ def read_section(
     parser: LauncherParser,
     parsed: ParsedArgs,
 ) -> None:
-    """Read the keys of a section. prefix: of flag names. path: names of the sections around it,
-    each with a dot."""
+    """Read the keys of a section.
+
+    Args:
+        prefix: Of flag names.
+        path: Names of the sections around it, each with a dot.
+    """
     sections = section_names(parser.table)
     for key, value in section.items():
         name = f"{prefix}-{key}" if prefix else str(key)

@@ -14,9 +14,9 @@ MOST_SHOWN = 80  # characters of a line, in a message
 
 
 class Key(str):
-    """A key of a YAML file. line: its line number, from 1."""
+    """A key of a YAML file."""
 
-    line: int
+    line: int  # its line number, from 1
 
 
 class _Loader(yaml.SafeLoader):

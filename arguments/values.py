@@ -19,22 +19,19 @@ SWITCH_VALUES = "must be true or false, or no value at all"
 
 @dataclass(slots=True)
 class ParsedArgs:
-    """Settings from one source, a command line or a run file.
+    """Settings from one source, a command line or a run file."""
 
-    values: field name -> value. invalid: fields with unreadable values; rules skip them. typed:
-    field name -> the flag that set it, as typed. turned_off: field name -> (flag as typed, value),
-    for a turned-off switch that stands for this value. custom_argv: flags of
-    --custom-arguments-path in a run file, as command-line arguments.
-    """
-
-    values: dict[str, Any] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)  # field name -> value
     problems: list[Problem] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
-    invalid: set[str] = field(default_factory=set)
+    invalid: set[str] = field(default_factory=set)  # fields with unreadable values; rules skip them
+    # field name -> the flag that set it, as typed
     typed: dict[str, str] = field(default_factory=dict)
+    # field name -> (flag as typed, value), for a turned-off switch that stands for this value
     turned_off: dict[str, tuple[str, object]] = field(default_factory=dict)
     unset: set[str] = field(default_factory=set)  # set to null: the default overrides a run file
     lines: dict[str, int | None] = field(default_factory=dict)  # field name -> line in a run file
+    # flags of --custom-arguments-path in a run file, as command-line arguments
     custom_argv: list[str] = field(default_factory=list)
     custom: dict[str, object] = field(default_factory=dict)  # values of user-defined flags
 

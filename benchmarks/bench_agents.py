@@ -37,20 +37,17 @@ DESCRIPTORS = 4  # file descriptors per session: a socket on either side, and so
 
 @dataclass(frozen=True)
 class Result:
-    """seconds: from the first session to the end of the last intact one. answer_s_median,
-    answer_s_max: latency of a request. memory_mib: growth of the process's peak resident memory.
-    lost: number of lost samples, of which `broken` are expected. tokens: generated tokens of the
-    other samples."""
+    """What one run of sessions took."""
 
     sessions: int
     turns: int
-    seconds: float
-    answer_s_median: float
-    answer_s_max: float
-    memory_mib: float
-    lost: int
+    seconds: float  # from the first session to the end of the last intact one
+    answer_s_median: float  # latency of a request
+    answer_s_max: float  # latency of a request
+    memory_mib: float  # growth of the process's peak resident memory
+    lost: int  # number of lost samples, of which `broken` are expected
     broken: int
-    tokens: int
+    tokens: int  # generated tokens of the other samples
 
 
 def broken_way(number: int, every: int) -> int:

@@ -31,12 +31,11 @@ PER_FILE = 4
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """All in bytes. stored: size of the files. tensor: size of one weight in bf16. peak: peak
-    memory of the process beyond its initial size and one shard."""
+    """All in bytes."""
 
-    stored: int
-    tensor: int
-    peak: int
+    stored: int  # size of the files
+    tensor: int  # size of one weight in bf16
+    peak: int  # peak memory of the process beyond its initial size and one shard
     seconds: float
 
 

@@ -362,8 +362,9 @@ def sdk_call(training: Any, message: Any) -> Callable[[], Any]:
 
 @dataclass
 class Served:
-    """Passes of one client. waits_s: seconds from sending each pass to its result."""
+    """Passes of one client."""
 
+    # seconds from sending each pass to its result
     waits_s: list[float] = field(default_factory=list)
 
 

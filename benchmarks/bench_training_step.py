@@ -48,13 +48,13 @@ SAME = 1e-3  # largest relative difference of loss and gradient norm between met
 
 @dataclass(frozen=True)
 class Method:
-    """ranks: number of processes. flags: ours, with {size} and {budget}; None: the Hugging Face
-    loop with `per_pass` sequences per pass. model: folder of the trained model."""
+    """One way to train the same samples."""
 
-    ranks: int = 1
+    ranks: int = 1  # number of processes
+    # ours, with {size} and {budget}; None: the Hugging Face loop with `per_pass` sequences per pass
     flags: str | None = None
     per_pass: int = 0
-    model: str = "dense"
+    model: str = "dense"  # folder of the trained model
 
 
 BY_TOKENS = "--use-dynamic-batch-size --max-tokens-per-gpu {budget}"
@@ -93,17 +93,16 @@ METHODS = (
 
 @dataclass(frozen=True)
 class Sizes:
-    """sequences: per optimizer step. budget: tokens per packed micro-batch. per_pass: sequences per
-    micro-batch of the other methods."""
+    """Sizes of a step."""
 
     hidden: int
     layers: int
     vocab: int
-    sequences: int
+    sequences: int  # per optimizer step
     short: int
     long: int
-    per_pass: int
-    budget: int
+    per_pass: int  # sequences per micro-batch of the other methods
+    budget: int  # tokens per packed micro-batch
     steps: int
 
 

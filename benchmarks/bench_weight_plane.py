@@ -56,17 +56,15 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @dataclass(slots=True)
 class Counted:
-    """Counts of one rank for one update, or for the work before the first one ("set-up").
+    """Counts of one rank for one update, or for the work before the first one ("set-up")."""
 
-    traffic: calls and bytes (the larger of input and output), by "collective group". peak: peak
-    bytes of live tensors without the model. sent, received: bytes between ranks; None for real
-    processes. messages, handed: number and bytes of buckets that this rank sends to engines.
-    """
-
+    # calls and bytes (the larger of input and output), by "collective group"
     traffic: dict[str, list[int]] = field(default_factory=dict)
-    peak: int = 0
+    peak: int = 0  # peak bytes of live tensors without the model
+    # sent, received: bytes between ranks; None for real processes
     sent: int | None = None
     received: int | None = None
+    # messages, handed: number and bytes of buckets that this rank sends to engines
     messages: int = 0
     handed: int = 0
 
@@ -264,12 +262,11 @@ def _once(function: Callable[..., T], key: int | None = None) -> Callable[..., T
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """folder: folder with a config.json; None: the model of bench_weights.py. sizes: layout sizes
-    by number of ranks."""
+    """A model and the layouts in which it is sent."""
 
-    folder: Path | None
+    folder: Path | None  # folder with a config.json; None: the model of bench_weights.py
     bucket_bytes: int
-    sizes: Mapping[int, LayoutSizes]
+    sizes: Mapping[int, LayoutSizes]  # layout sizes by number of ranks
 
 
 def _wide(tp: int, pp: int, most_ep: int) -> dict[int, LayoutSizes]:

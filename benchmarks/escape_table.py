@@ -115,21 +115,20 @@ else:
 
 @dataclass(frozen=True)
 class Lacking:
-    """A host without some mechanisms. refusal: message of the sandbox if it refuses to start.
-    through: attempts that succeed in the sandbox, or under the remaining mechanisms."""
+    """A host without some mechanisms."""
 
     missing: tuple[str, ...]
-    refusal: str | None
+    refusal: str | None  # message of the sandbox if it refuses to start
+    # attempts that succeed in the sandbox, or under the remaining mechanisms
     through: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Table:
-    """refusing: attempt -> columns of `ALONE` that block it. outside: attempts that this host or
-    user blocks without any mechanism."""
+    """What refuses each attempt on a complete host."""
 
-    refusing: dict[str, tuple[str, ...]]
-    outside: tuple[str, ...]
+    refusing: dict[str, tuple[str, ...]]  # attempt -> columns of `ALONE` that block it
+    outside: tuple[str, ...]  # attempts that this host or user blocks without any mechanism
     lacking: tuple[Lacking, ...]
 
 

@@ -89,26 +89,25 @@ DAYS = {"en": "Runs of {days}.", "zh": "运行日期：{days}。"}
 
 @dataclass(frozen=True)
 class Row:
-    """One run. kind: "losses" or "estimators", the table that it belongs to. flags: its flags in
-    addition to the common ones."""
+    """One run."""
 
-    kind: str
+    kind: str  # "losses" or "estimators", the table that it belongs to
     name: str
     label: str
-    flags: str
+    flags: str  # its flags in addition to the common ones
 
 
 @dataclass(frozen=True)
 class Result:
-    """before, after: evaluation reward. clipped: fraction of clipped tokens, averaged over the run;
-    None for a loss without clipping."""
+    """Result of a run."""
 
     kind: str
     name: str
     label: str
     flags: str
-    before: float
-    after: float
+    before: float  # evaluation reward
+    after: float  # evaluation reward
+    # fraction of clipped tokens, averaged over the run; None for a loss without clipping
     clipped: float | None
     rollouts: int
     cpu_s: float

@@ -43,11 +43,11 @@ LIMIT = 1e-5
 
 @dataclass(frozen=True)
 class Layout:
-    """flags: additional flags. ranks: number of processes."""
+    """A layout of several processes."""
 
     name: str
-    ranks: int
-    flags: str
+    ranks: int  # number of processes
+    flags: str  # additional flags
 
 
 LAYOUTS = (

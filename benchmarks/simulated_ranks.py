@@ -42,12 +42,12 @@ ORDER = "tp-cp-ep-dp-pp"  # megatron-core's order: adjacent ranks are tensor-par
 
 @dataclass(frozen=True, slots=True)
 class LayoutSizes:
-    """Sizes of a layout; the remaining factor is data-parallel. etp: None: equal to `tp`."""
+    """Sizes of a layout; the remaining factor is data-parallel."""
 
     tp: int = 1
     pp: int = 1
     ep: int = 1
-    etp: int | None = None
+    etp: int | None = None  # None: equal to `tp`
     cp: int = 1
 
     def groups(self, world: int) -> dict[str, list[list[int]]]:
@@ -77,11 +77,11 @@ class SimulationFailed(RuntimeError):
 
 @dataclass(slots=True)
 class _Call:
-    """One collective or message of `size` ranks. posted: tensors by rank within the group."""
+    """One collective or message of `size` ranks."""
 
     kind: str
     size: int
-    posted: Posted = field(default_factory=dict)
+    posted: Posted = field(default_factory=dict)  # tensors by rank within the group
     done: threading.Event = field(default_factory=threading.Event)
 
 
@@ -288,10 +288,10 @@ class _WorldOfThread(threading.local):
 
 @dataclass(frozen=True, slots=True)
 class SimulatedRank:
-    """A simulated rank. groups: process groups by name, including "world"."""
+    """A simulated rank."""
 
     layout: ParallelLayout
-    groups: dict[str, SimulatedGroup]
+    groups: dict[str, SimulatedGroup]  # process groups by name, including "world"
 
 
 def run_simulated(

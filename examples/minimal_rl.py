@@ -45,12 +45,12 @@ class Row:
 
 @dataclass(frozen=True)
 class Response:
-    """One sampled response. log_probs: [R], from the rollout engine."""
+    """One sampled response."""
 
     row: Row
     group: int
     tokens: tuple[int, ...]
-    log_probs: tuple[float, ...]
+    log_probs: tuple[float, ...]  # [R], from the rollout engine
     reward: float
 
 

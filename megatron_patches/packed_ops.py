@@ -25,8 +25,13 @@ class FusedRMSNorm(torch.autograd.Function):
     def forward(
         ctx: AutogradContext, x: Tensor, again: Tensor, weight: Tensor, eps: float
     ) -> Tensor:
-        """x: [..., d]. again: x once more; it receives the gradient through r, since torch adds the
-        two terms to the gradients of other uses one by one. weight: [d], of the same dtype."""
+        """
+        Args:
+            x: [..., d].
+            again: `x` once more; it receives the gradient through r, since torch adds the two terms
+                to the gradients of other uses one by one.
+            weight: [d], of the same dtype.
+        """
         r = torch.rsqrt(x.pow(2).mean(-1, keepdim=True).add_(eps))
         ctx.save_for_backward(x, weight, r)
         return x.mul(r).mul_(weight)
@@ -97,7 +102,11 @@ class Rotation(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: AutogradContext, rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """rows: [T, ..., d]; cos, sin: [T, ..., 2h], broadcast over heads."""
+        """
+        Args:
+            rows: [T, ..., d].
+            cos, sin: [T, ..., 2h], broadcast over heads.
+        """
         ctx.save_for_backward(cos, sin)
         return _rotated(rows, cos, sin, backward=False)
 

@@ -23,10 +23,10 @@ VERSIONS = "megatron-core>=0.16.1,<0.20"
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """When a patch applies. reason: reported if it holds. skip_reason: reported if it does not."""
+    """When a patch applies."""
 
-    reason: str
-    skip_reason: str
+    reason: str  # reported if it holds
+    skip_reason: str  # reported if it does not
     holds: Callable[[], bool]
 
 
@@ -94,19 +94,15 @@ TORCH_ADAM = Condition(
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """One change to megatron-core.
-
-    check: raises RuntimeError if a target is missing; changes nothing. install: makes the change;
-    called once. since: first megatron-core release that needs the patch, e.g. "0.19"; None: the
-    oldest supported one. fixed_in: first release that no longer needs it; None: none so far.
-    """
+    """One change to megatron-core."""
 
     name: str
     condition: Condition
-    check: Callable[[], None]
-    install: Callable[[], None]
+    check: Callable[[], None]  # raises RuntimeError if a target is missing; changes nothing
+    install: Callable[[], None]  # makes the change; called once
+    # first megatron-core release that needs the patch, e.g. "0.19"; None: the oldest supported one
     since: str | None = None
-    fixed_in: str | None = None
+    fixed_in: str | None = None  # first release that no longer needs it; None: none so far
 
     def skip_reason(self) -> str:
         """Why the patch is not needed here; empty if it is."""

@@ -1,20 +1,18 @@
-"""griffe extension for mkdocstrings: documents the fields of a class from this project's notation.
-
-The description of a field is a comment behind or above it, or part of the class docstring, as
-`name: what it is.` or `name, other: what they are.` at the start of a sentence.
-"""
+"""griffe extension for mkdocstrings: documents the fields of a class from the comments behind or
+above them. A comment `name, other: what they are` above the first of several fields is for all of
+them."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from griffe import Class, Docstring, Extension
 
 _CODE_AND_COMMENT = re.compile(r"""(?:"[^"]*"|'[^']*'|[^#"'])*#\s?(.*)""")
-_NAMES = re.compile(r"(?:^|(?<=[.;]\s))((?:\w+, )*\w+):\s", re.MULTILINE)
+_NAMES = re.compile(r"((?:\w+, )+\w+): (.*)")
 
 
 def comment_of(lines: Sequence[str], first: int, last: int) -> str:
@@ -29,21 +27,14 @@ def comment_of(lines: Sequence[str], first: int, last: int) -> str:
     return " ".join(above)
 
 
-def split_fields(text: str, fields: Collection[str]) -> tuple[str, dict[str, str]]:
-    """Split a class docstring into the text without field descriptions, and the descriptions by
-    field."""
-    rest = []
-    found = dict[str, str]()
-    for paragraph in text.split("\n\n"):
-        starts = [m for m in _NAMES.finditer(paragraph) if set(m[1].split(", ")) <= set(fields)]
-        ends = [*(m.start() for m in starts), len(paragraph)][1:]
-        for match, end in zip(starts, ends):
-            words = " ".join(paragraph[match.end() : end].split())
-            found |= dict.fromkeys(match[1].split(", "), words)
-        before = paragraph[: starts[0].start()] if starts else paragraph
-        if before.strip():
-            rest.append(before.strip())
-    return "\n\n".join(rest), found
+def descriptions(comments: Mapping[str, str]) -> dict[str, str]:
+    """Descriptions of the fields, by name, from their comments; comments of several are shared."""
+    found = {name: comment for name, comment in comments.items() if comment}
+    for comment in comments.values():
+        shared = _NAMES.fullmatch(comment)
+        if shared and set(names := shared[1].split(", ")) <= set(comments):
+            found |= dict.fromkeys(names, shared[2])
+    return found
 
 
 class FieldDocstrings(Extension):
@@ -52,22 +43,17 @@ class FieldDocstrings(Extension):
     def on_class(self, *, cls: Class, **_: Any) -> None:
         """Add an Attributes section with the descriptions of the fields to the docstring of
         `cls`."""
-        fields = {
-            name: field
-            for name, field in cls.attributes.items()
-            if not name.startswith("_") and "property" not in field.labels
-        }
-        rest, given = split_fields(cls.docstring.value if cls.docstring else "", fields)
-        lines = []
-        for name, field in fields.items():
-            if not isinstance(path := field.filepath, Path):  # a namespace package without files
+        comments = dict[str, str]()
+        for name, field in cls.attributes.items():
+            if name.startswith("_") or "property" in field.labels:
                 continue
-            first = field.lineno or 1
-            last = field.endlineno or 1
-            comment = comment_of(field.lines_collection[path], first, last)
-            words = ". ".join(filter(None, (comment, given.get(name))))
-            if words:
-                lines.append(f"    {name}: {words}")
-        if lines:
-            text = "\n".join([rest, "", "Attributes:", *lines]).strip()
+            if isinstance(path := field.filepath, Path):  # not of a namespace package
+                first = field.lineno or 1
+                last = field.endlineno or 1
+                comments[name] = comment_of(field.lines_collection[path], first, last)
+        found = descriptions(comments)
+        if found:
+            lines = [f"    {name}: {found[name]}" for name in comments if name in found]
+            text = cls.docstring.value if cls.docstring else ""
+            text = "\n".join([text, "", "Attributes:", *lines]).strip()
             cls.docstring = Docstring(text, lineno=cls.lineno, parent=cls)

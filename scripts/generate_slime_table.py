@@ -22,11 +22,11 @@ END = "<!-- end of the table -->"
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """Why a script is rejected. message: part of the error message. en, zh: text on the page."""
+    """Why a script is rejected."""
 
-    message: str
-    en: str
-    zh: str
+    message: str  # part of the error message
+    en: str  # text on the page
+    zh: str  # text on the page
 
 
 IMAGES = Feature("images and other media", "images in prompts", "提示里的图像")

@@ -51,11 +51,11 @@ TEXTS = {
 
 @dataclass(frozen=True, slots=True)
 class NamedTest:
-    """A test function. path: relative to tests/. suite: "make test", "extended" or "slow"."""
+    """A test function."""
 
-    path: str
+    path: str  # relative to tests/
     name: str
-    suite: str
+    suite: str  # "make test", "extended" or "slow"
 
 
 def read() -> list[dict[str, Any]]:

@@ -26,15 +26,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One error in the configuration.
+    """One error in the configuration."""
 
-    flag: the flag as the user types it, e.g. ``--sapo-tau-pos``. value: what was given.
-    message: the problem, the legal values and the remedy.
-    """
-
-    flag: str
-    value: object
-    message: str
+    flag: str  # the flag as the user types it, e.g. ``--sapo-tau-pos``
+    value: object  # what was given
+    message: str  # the problem, the legal values and the remedy
 
     def __str__(self) -> str:
         value = "" if self.value is None else f" (given: {mask_settings(self.value)!r})"

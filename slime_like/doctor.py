@@ -32,17 +32,13 @@ from slime_like.extras import pip_install
 
 @dataclass(frozen=True, slots=True)
 class Dependency:
-    """A package or program that runs may need.
+    """A package or program that runs may need."""
 
-    module: name to import, "" for a program. package: distribution name, or the program's name.
-    advice: how to get it, where pip install of its name would be wrong.
-    """
-
-    module: str
-    package: str
+    module: str  # name to import, "" for a program
+    package: str  # distribution name, or the program's name
     use: str
     required: bool = False
-    advice: str | None = None
+    advice: str | None = None  # how to get it, where pip install of its name would be wrong
 
     @property
     def remedy(self) -> str:
@@ -80,11 +76,11 @@ PORTS = {29500: "torchrun's meeting", 8000: "the server of the Tinker API", 3000
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Result of one self-test. words: its duration, or the error."""
+    """Result of one self-test."""
 
     name: str
     good: bool
-    words: str
+    words: str  # its duration, or the error
 
     def __str__(self) -> str:
         return f"{'good ' if self.good else 'FAILS'}  {self.name:<20} {self.words}"
@@ -144,10 +140,10 @@ DEPENDENCIES = (
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """have: the version or path; None if it is missing."""
+    """What is here of a dependency."""
 
     dependency: Dependency
-    have: str | None
+    have: str | None  # the version or path; None if it is missing
 
     def __str__(self) -> str:
         use = self.dependency.use

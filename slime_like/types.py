@@ -60,22 +60,17 @@ class SampleStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One row of a data source, tokenized and ready for generation.
+    """One row of a data source, tokenized and ready for generation."""
 
-    group_id: unique over the run; the samples of one prompt form the group of GRPO.
-    text: the prompt as the model sees it (chat template applied). tokens: its ids.
-    turns: the rest of a conversation for supervised training: (text, whether it is trained on).
-    rejected: in a preference pair, the same prompt with the rejected answer. margin: reward of the
-    chosen answer minus that of the rejected one, where the data has it.
-    """
-
-    group_id: int
-    text: str
-    tokens: tuple[int, ...]
+    group_id: int  # unique over the run; the samples of one prompt form the group of GRPO
+    text: str  # the prompt as the model sees it (chat template applied)
+    tokens: tuple[int, ...]  # its ids
     label: Any = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    # the rest of a conversation for supervised training: (text, whether it is trained on)
     turns: tuple[tuple[str, bool], ...] = ()
-    rejected: Prompt | None = None
+    rejected: Prompt | None = None  # in a preference pair, the same prompt with the rejected answer
+    # reward of the chosen answer minus that of the rejected one, where the data has it
     margin: float | None = None
 
 
@@ -205,13 +200,11 @@ class TrainSample(TokenColumns):
 
 @dataclass(frozen=True, slots=True)
 class TrainBatch:
-    """The samples of one optimizer step on one data-parallel rank.
-
-    old_is_current: the policy has not moved since the rollout, so the log-probs of the training
-    forward pass serve as the old ones, and the samples have no `old_log_probs`.
-    """
+    """The samples of one optimizer step on one data-parallel rank."""
 
     samples: tuple[TrainSample, ...]
+    # the policy has not moved since the rollout, so the log-probs of the training forward pass
+    # serve as the old ones, and the samples have no `old_log_probs`
     old_is_current: bool = False
 
 
@@ -257,23 +250,19 @@ class MicroBatch(TokenColumns):
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Result of one optimizer step. grad_norm: global L2 norm before clipping. skipped: the
-    gradient was not finite on some rank, so weights and optimizer state are unchanged on all."""
+    """Result of one optimizer step."""
 
     metrics: Mapping[str, float]
-    grad_norm: float
+    grad_norm: float  # global L2 norm before clipping
     learning_rate: float
+    # the gradient was not finite on some rank, so weights and optimizer state are unchanged on all
     skipped: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class TokenOutput:
-    """What the last pipeline stage computes from the model output of one micro-batch.
+    """What the last pipeline stage computes from the model output of one micro-batch."""
 
-    columns: per-token results without grad, [T] each. loss: 0-d, with grad, not scaled; None in a
-    forward-only pass.
-    """
-
-    columns: tuple[Tensor, ...] = ()
-    loss: Tensor | None = None
+    columns: tuple[Tensor, ...] = ()  # per-token results without grad, [T] each
+    loss: Tensor | None = None  # 0-d, with grad, not scaled; None in a forward-only pass
     metrics: Mapping[str, Metric] = field(default_factory=dict)

@@ -87,7 +87,9 @@ def require_samples(masks: Sequence[Tensor], **lists: Sequence[object] | None) -
     """Raise ValueError unless every given list has one entry per mask, tensors with the mask's
     shape.
 
-    masks: [R] bool per sample. lists: by argument name; None: not given.
+    Args:
+        masks: [R] bool per sample.
+        lists: By argument name; None: not given.
     """
     for i, mask in enumerate(masks):
         if require_tensor(f"masks[{i}]", mask).dtype != torch.bool or mask.dim() != 1:

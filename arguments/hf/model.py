@@ -38,23 +38,17 @@ from slime_like.weights.families import ModelFamily, model_families
 
 @dataclass(frozen=True, slots=True)
 class HfModel:
-    """A model described by config.json.
+    """A model described by config.json."""
 
-    architecture: e.g. "LlamaForCausalLM". model_type: e.g. "llama". dtype: dtype of the stored
-    weights, e.g. "bfloat16"; None if not given. transformer: TransformerConfig field -> value;
-    `activation_func` is a name ("silu"), not a callable. gpt: GPTModelConfig field -> value.
-    untrained_layers: number of additional layers in the files after the model's own.
-    untrained_prefixes: name prefixes of other weights that are not read. prediction_layers: number
-    of multi-token prediction layers; they are read if the run trains them.
-    """
-
-    architecture: str
-    model_type: str
+    architecture: str  # e.g. "LlamaForCausalLM"
+    model_type: str  # e.g. "llama"
+    # TransformerConfig field -> value; `activation_func` is a name ("silu"), not a callable
     transformer: dict[str, Any]
-    gpt: dict[str, Any]
-    dtype: str | None
-    untrained_layers: int = 0
-    untrained_prefixes: tuple[str, ...] = ()
+    gpt: dict[str, Any]  # GPTModelConfig field -> value
+    dtype: str | None  # dtype of the stored weights, e.g. "bfloat16"; None if not given
+    untrained_layers: int = 0  # number of additional layers in the files after the model's own
+    untrained_prefixes: tuple[str, ...] = ()  # name prefixes of other weights that are not read
+    # number of multi-token prediction layers; they are read if the run trains them
     prediction_layers: int = 0
 
 

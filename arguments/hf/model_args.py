@@ -54,8 +54,12 @@ def _has_dense_layers(checkpoint: Mapping[str, object]) -> bool:
 def model_args_problems(
     config: ModelArgsConfig, checkpoint: HfModel | None, given: frozenset[str]
 ) -> list[Problem]:
-    """Problems: settings that differ from config.json. given: settings that the user set.
-    checkpoint: None without --hf-checkpoint."""
+    """The settings that differ from config.json, as problems.
+
+    Args:
+        checkpoint: None without --hf-checkpoint.
+        given: Settings that the user set.
+    """
     fields = [f.name for f in dataclasses.fields(config) if f.name in given]
     restated = {name: getattr(config, name) for name in fields}
     spec = restated.pop("spec", None)

@@ -24,18 +24,15 @@ PACKED_FORMAT = "pack-quantized"
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """Storage format of quantised weights [rows, columns].
+    """Storage format of quantised weights [rows, columns]."""
 
-    kind: e4m3 bytes, integers of `bits` bits packed into int32, or MXFP4. block: rows and columns
-    that share a scale; 0: all. scales: possible suffixes of the scales' name, which replace
-    ".weight" in the name of the weight. power_of_two: whether scales are powers of two.
-    """
-
+    # e4m3 bytes, integers of `bits` bits packed into int32, or MXFP4
     kind: Literal["fp8", "packed", "mxfp4"]
-    block: tuple[int, int]
+    block: tuple[int, int]  # rows and columns that share a scale; 0: all
+    # possible suffixes of the scales' name, which replace ".weight" in the name of the weight
     scales: tuple[str, ...]
     bits: int = 8
-    power_of_two: bool = False
+    power_of_two: bool = False  # whether scales are powers of two
 
 
 def folder_quantization(folder: str) -> Quantization | None:

@@ -37,14 +37,13 @@ OF_IMAGES = ("mrope_section", "mrope_interleaved")
 
 
 class Rope(TypedDict):
-    """Rope settings. rope_type: one of `ROPE_KEYS`. percent: fraction of each head's dimensions
-    that is rotated. yarn: megatron-core's YaRN settings, empty for other types."""
+    """Rope settings."""
 
     rope_theta: float
-    rope_type: str
+    rope_type: str  # one of `ROPE_KEYS`
     factor: float
-    percent: float
-    yarn: dict[str, object]
+    percent: float  # fraction of each head's dimensions that is rotated
+    yarn: dict[str, object]  # megatron-core's YaRN settings, empty for other types
 
 
 def read_rope(

@@ -22,12 +22,11 @@ TASK_PREFIX = "reasoning_gym:"  # data source that generates rows, answers and s
 
 @dataclass(frozen=True)
 class Settings(ConfigGroups):
-    """The input of rules. core: megatron-core's fields, from flags and checkpoint. loss: the policy
-    loss with its settings applied. given: names of the fields that the user set."""
+    """The input of rules."""
 
-    loss: PolicyLoss
-    core: Mapping[str, Any]
-    given: frozenset[str]
+    loss: PolicyLoss  # the policy loss with its settings applied
+    core: Mapping[str, Any]  # megatron-core's fields, from flags and checkpoint
+    given: frozenset[str]  # names of the fields that the user set
     machine: Machine
 
     @property

@@ -200,10 +200,10 @@ RULES = (
 
 @dataclass(frozen=True, slots=True)
 class ShardedNetwork:
-    """Input of the rules about parallel sizes. core: megatron-core's fields of the network."""
+    """Input of the rules about parallel sizes."""
 
     parallel: ParallelConfig
-    core: Mapping[str, Any]
+    core: Mapping[str, Any]  # megatron-core's fields of the network
     world_size: int
 
 

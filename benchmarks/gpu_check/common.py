@@ -15,17 +15,15 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """rehearse: tiny sizes that take no time on a CPU. head: tokens, vocabulary, hidden size.
-    attention: tokens, query heads, query groups, head dimension. steps: training steps.
-    model_steps: timed steps of the large models. block: tokens and hidden size of the compiled
-    block."""
+    """Sizes of the checks."""
 
-    rehearse: bool
-    head: tuple[int, int, int]
+    rehearse: bool  # tiny sizes that take no time on a CPU
+    head: tuple[int, int, int]  # tokens, vocabulary, hidden size
+    # tokens, query heads, query groups, head dimension
     attention: tuple[tuple[int, ...], int, int, int]
-    steps: int
-    model_steps: int
-    block: tuple[int, int]
+    steps: int  # training steps
+    model_steps: int  # timed steps of the large models
+    block: tuple[int, int]  # tokens and hidden size of the compiled block
 
 
 FULL = Sizes(False, (32768, 151936, 2048), ((8192, 32768), 16, 8, 128), 5, 3, (8192, 2048))

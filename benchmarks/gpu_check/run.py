@@ -40,9 +40,9 @@ NO_TIME = "not run: no time left"
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """Goal of a check. figure: name of a returned figure; a bool must be true, a number must be
-    between `least` and `most`."""
+    """Goal of a check."""
 
+    # name of a returned figure; a bool must be true, a number must be between `least` and `most`
     figure: str
     most: float | None = None
     least: float | None = None
@@ -62,15 +62,14 @@ class Goal:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """function: "module:name" in this folder, a function of `Sizes` that returns figures. shows:
-    description. limit_s: time limit in seconds. gpu_only: cannot run on a CPU."""
+    """One check, run in a process of its own."""
 
     name: str
-    function: str
-    shows: str
+    function: str  # "module:name" in this folder, a function of `Sizes` that returns figures
+    shows: str  # description
     goals: tuple[Goal, ...] = ()
-    limit_s: int = 90
-    gpu_only: bool = False
+    limit_s: int = 90  # time limit in seconds
+    gpu_only: bool = False  # cannot run on a CPU
 
 
 CHECKS = (

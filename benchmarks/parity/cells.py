@@ -35,11 +35,11 @@ SHARDED = "--use-distributed-optimizer"
 
 @dataclass(frozen=True)
 class Layout:
-    """flags: additional flags. ranks: number of processes. model: "dense" or "experts"."""
+    """A layout of several processes."""
 
-    ranks: int
-    flags: str
-    model: str = "dense"
+    ranks: int  # number of processes
+    flags: str  # additional flags
+    model: str = "dense"  # "dense" or "experts"
 
 
 LAYOUTS = {
@@ -71,14 +71,12 @@ LAYOUTS = {
 
 @dataclass(frozen=True)
 class Precision:
-    """flags: additional flags. limit: bound of a cell's figure. base: precision of the
-    single-process run that a cell is compared with. sharded: whether the distributed optimizer
-    supports parameters of this precision."""
+    """A precision, and how close to its base it must be."""
 
-    flags: str
-    limit: float
-    base: str
-    sharded: bool = True
+    flags: str  # additional flags
+    limit: float  # bound of a cell's figure
+    base: str  # precision of the single-process run that a cell is compared with
+    sharded: bool = True  # whether the distributed optimizer supports parameters of this precision
 
 
 # In float32 and float64 the limit applies to relative differences. In bfloat16 it applies to their

@@ -31,14 +31,13 @@ PACKAGES = ("torch", "megatron-core", "transformers")
 @dataclass(frozen=True)
 class Found:
     """Result of a cell: largest difference of each compared quantity (in bfloat16 ratios), the
-    tensor with the largest gradient difference, and the seconds it took. error: for a failed cell,
-    which has no differences."""
+    tensor with the largest gradient difference, and the seconds it took."""
 
     cell: Cell
     apart: dict[str, float]
     tensor: str
     seconds: float
-    error: str = ""
+    error: str = ""  # for a failed cell, which has no differences
 
     def of(self, word: str) -> float:
         return self.apart.get(word, float("inf"))

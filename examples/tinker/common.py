@@ -24,12 +24,11 @@ VOWELS = set("aeiou")
 
 @dataclass(frozen=True)
 class Response:
-    """A sampled response. tokens: prompt and response. start: index of the first response token.
-    log_probs: of the response tokens, from the sampler."""
+    """A sampled response."""
 
-    tokens: list[int]
-    start: int
-    log_probs: list[float]
+    tokens: list[int]  # prompt and response
+    start: int  # index of the first response token
+    log_probs: list[float]  # of the response tokens, from the sampler
     reward: float
 
     def inputs(self) -> types.ModelInput:

@@ -42,8 +42,12 @@ def sample_kl(
     num_samples: int,
     group: dist.ProcessGroup | None,
 ) -> Tensor:
-    """Sum of each sample's KL [num_samples] float64, equal on all ranks of `group`. kl: [R] per
-    local sample; local_indices: its index among all, which sequences of one episode share."""
+    """Sum of each sample's KL [num_samples] float64, equal on all ranks of `group`.
+
+    Args:
+        kl: [R] per local sample.
+        local_indices: Its index among all, which sequences of one episode share.
+    """
     sums = torch.zeros(num_samples, dtype=torch.float64)
     for i, value in zip(local_indices, kl):
         sums[i] += value.sum()
@@ -57,7 +61,7 @@ class KLController(CheckedSettings):
 
         value <- value (1 + clip(KL / target - 1, +-0.2) samples / horizon)
 
-    KL: mean over active tokens. target, horizon: None for a fixed coefficient.
+    KL is the mean over active tokens. Without a target and a horizon the coefficient is fixed.
     """
 
     value: float = arg(0.0, "The coefficient.", legal=NON_NEGATIVE)

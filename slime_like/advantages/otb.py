@@ -27,8 +27,13 @@ MIN_ENERGY = 1e-12  # equal weights in a group of zero energy
 def token_energies(
     log_probs: Sequence[Tensor], squared_probs: Sequence[Tensor], masks: Sequence[Tensor]
 ) -> list[Tensor]:
-    """1 - 2 pi + sum of pi^2, >= 0: [R] float64 per sample, 0 at inactive tokens. log_probs: of the
-    sampled tokens; squared_probs: sums over the vocabulary. All [R] per sample."""
+    """1 - 2 pi + sum of pi^2, >= 0: [R] float64 per sample, 0 at inactive tokens.
+
+    Args:
+        log_probs: [R] per sample, of the sampled tokens.
+        squared_probs: [R] per sample, sums over the vocabulary.
+        masks: [R] bool per sample, active tokens.
+    """
     energies = []
     for log_prob, squared, mask in zip(log_probs, squared_probs, masks, strict=True):
         energy = 1 - 2 * log_prob.double().exp() + squared.double()

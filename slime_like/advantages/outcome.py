@@ -24,11 +24,10 @@ SINGLETONS: tuple[str, ...] = ("zero", "reward")
 
 @dataclass(frozen=True, slots=True)
 class AdvantageOutput:
-    """Result of an outcome estimator. values: [B] float32, one per sample, for all its active
-    tokens. metrics: plain numbers by name."""
+    """Result of an outcome estimator."""
 
-    values: Tensor
-    metrics: Mapping[str, float]
+    values: Tensor  # [B] float32, one per sample, for all its active tokens
+    metrics: Mapping[str, float]  # plain numbers by name
 
 
 def compute_advantages(
@@ -117,10 +116,10 @@ def _check_samples(rewards: Tensor, group_ids: Tensor, lengths: Tensor, singleto
 
 @dataclass(frozen=True, slots=True)
 class GroupOutput:
-    """values: [B] float64. differing: [B] bool, finite rewards of groups with different rewards."""
+    """Values of the samples of all groups."""
 
-    values: Tensor
-    differing: Tensor
+    values: Tensor  # [B] float64
+    differing: Tensor  # [B] bool, finite rewards of groups with different rewards
     metrics: Mapping[str, float]
 
 

@@ -40,18 +40,18 @@ class RewardParts:
 
 @dataclass(frozen=True, slots=True)
 class OutcomeEstimator:
-    """fn returns the advantages [n] of one group. batch_factor: maps the number of all samples, and
-    of those in groups with differing rewards, to a factor of the latter's advantages.
-    scales_by_std: fn uses `GroupRewards.normalize_std`. combine: apply fn to each reward component;
-    combine maps the weighted sums [B] and the valid samples [B] bool to advantages [B]. None: fn is
-    applied to the reward. divides_by_mean: for rewards >= 0 only."""
+    """fn returns the advantages [n] of one group."""
 
     name: str
     fn: Callable[[GroupRewards], Tensor]
+    # maps the number of all samples, and of those in groups with differing rewards, to a factor of
+    # the latter's advantages
     batch_factor: Callable[[int, int], float] | None = None
-    scales_by_std: bool = False
+    scales_by_std: bool = False  # fn uses `GroupRewards.normalize_std`
+    # apply fn to each reward component; combine maps the weighted sums [B] and the valid samples
+    # [B] bool to advantages [B]. None: fn is applied to the reward
     combine: Callable[[Tensor, Tensor], Tensor] | None = None
-    divides_by_mean: bool = False
+    divides_by_mean: bool = False  # for rewards >= 0 only
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,28 +90,22 @@ class TokenRewards:
 
 @dataclass(frozen=True, slots=True)
 class TokenEstimator:
-    """fn returns the advantages [R] float64 of each sample, 0 at inactive tokens.
-
-    outcome: maps a group's rewards to one number per sample; None: the rewards themselves. whitens:
-    --normalize-advantages is part of the estimator. needs_greedy: requires `greedy_rewards`.
-    needs_values: requires `values`, i.e. a critic. returns: computes the critic's targets, [R]
-    float64 per sample; None: advantage plus value. needs_energies: requires `energies`.
-    needs_peers: requires `peers`, because it compares tokens within a group. takes_token_rewards:
-    uses per-token rewards. scales_by_std: uses `normalize_std`. follows_tokens: a token's advantage
-    depends on later tokens, so that `fn` uses `tree` if there is one.
-    """
+    """fn returns the advantages [R] float64 of each sample, 0 at inactive tokens."""
 
     name: str
     fn: Callable[[TokenRewards], list[Tensor]]
+    # maps a group's rewards to one number per sample; None: the rewards themselves
     outcome: Callable[[GroupRewards], Tensor] | None = None
-    whitens: bool = False
-    needs_greedy: bool = False
-    needs_values: bool = False
+    whitens: bool = False  # --normalize-advantages is part of the estimator
+    needs_greedy: bool = False  # requires `greedy_rewards`
+    needs_values: bool = False  # requires `values`, i.e. a critic
+    # computes the critic's targets, [R] float64 per sample; None: advantage plus value
     returns: Callable[[TokenRewards], list[Tensor] | None] | None = None
-    needs_energies: bool = False
-    needs_peers: bool = False
-    takes_token_rewards: bool = False
-    scales_by_std: bool = False
+    needs_energies: bool = False  # requires `energies`
+    needs_peers: bool = False  # requires `peers`, because it compares tokens within a group
+    takes_token_rewards: bool = False  # uses per-token rewards
+    scales_by_std: bool = False  # uses `normalize_std`
+    # a token's advantage depends on later tokens, so that `fn` uses `tree` if there is one
     follows_tokens: bool = False
 
 

@@ -17,12 +17,16 @@ def value_metrics(
     masks: Sequence[Tensor],
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, float]:
-    """Metrics over the active tokens of all ranks of `group`, each with its own samples. values,
-    returns: [R] per sample; masks: [R] bool. A NaN return is no target.
+    """Metrics over the active tokens of all ranks of `group`, each with its own samples.
+    A NaN return is no target.
 
     rollout/values_mean, _std and _abs; rollout/returns_mean and _std; rollout/values_nonfinite, a
     count; rollout/explained_variance, 1 - Var(return - value) / Var(return): 1 for perfect values,
     0 for a constant, below 0 for worse than a constant; omitted if all returns are equal.
+
+    Args:
+        values, returns: [R] per sample.
+        masks: [R] bool.
     """
     require_samples(masks, values=values, returns=returns)
     value = torch.cat(list(values))

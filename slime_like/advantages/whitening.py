@@ -14,11 +14,15 @@ def whiten(
     values: Sequence[Tensor], masks: Sequence[Tensor], group: dist.ProcessGroup | None = None
 ) -> list[Tensor]:
     """(x - mean) / sqrt(variance + 1e-8) at active tokens, 0 at the others; variance with Bessel's
-    correction, from a second pass.
+    correction, from a second pass. A single token is only centred.
 
-    values: [R] per sample, masks: [R] bool. group: data-parallel ranks (collective), each with its
-    own samples. A single token is only centred. Raises ValueError, on all ranks, if no rank has an
-    active token.
+    Args:
+        values: [R] per sample.
+        masks: [R] bool per sample.
+        group: Data-parallel ranks (collective), each with its own samples.
+
+    Raises:
+        ValueError: If no rank has an active token, on all ranks.
     """
     require_samples(masks, values=values)
     masked = [torch.where(mask, value.double(), 0.0) for value, mask in zip(values, masks)]

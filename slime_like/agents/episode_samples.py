@@ -40,8 +40,12 @@ def sample_of(
     reward: float | None,
     reason: str | None,
 ) -> Sample:
-    """Convert an episode to a sample. branches: of its tree. reason: why it is not trained on; None
-    on success."""
+    """Convert an episode to a sample.
+
+    Args:
+        branches: Of its tree.
+        reason: Why it is not trained on; None on success.
+    """
     numbers = session.numbers() | {"branches": float(len(branches))}
     masked = sum(b.loss_mask.count(False) for b in branches)
     num_generated = sum(len(turn.tokens) for turn in session.tree.turns)

@@ -65,12 +65,11 @@ class StoppableLoop(asyncio.SelectorEventLoop):
 
 @dataclass(eq=False, slots=True)
 class LiveEpisode:
-    """A running episode. engine: used by this episode only. partial_sample: returns the
-    current sample while the episode is paused. task: returns the final sample."""
+    """A running episode."""
 
-    engine: PausableEngine
-    task: asyncio.Task[Sample]
-    partial_sample: Callable[[], Sample]
+    engine: PausableEngine  # used by this episode only
+    task: asyncio.Task[Sample]  # returns the final sample
+    partial_sample: Callable[[], Sample]  # returns the current sample while the episode is paused
 
 
 # (sample, token limit until it is paused, event to set on pauses) -> a started episode

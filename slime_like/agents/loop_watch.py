@@ -18,12 +18,11 @@ BLOCKED_S = 10.0
 
 @dataclass(slots=True)
 class LoopWatch:
-    """Reports a user function that blocks the event loop. name: the flag and the function. code: of
-    the function. seconds: maximum blocking time."""
+    """Reports a user function that blocks the event loop."""
 
-    name: str
-    code: CodeType
-    seconds: float = BLOCKED_S
+    name: str  # the flag and the function
+    code: CodeType  # of the function
+    seconds: float = BLOCKED_S  # maximum blocking time
     _users: int = 0
     _beat: float = 0.0  # event loop time, which may be paused
     _stop: threading.Event = field(default_factory=threading.Event)

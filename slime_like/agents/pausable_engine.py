@@ -46,9 +46,7 @@ class Unfinished:
 
 
 class PausableEngine:
-    """A `GenerationClient` that can be paused. paused: nothing is being generated and requests of
-    the agent wait; the episode then occupies no slot. unfinished: completions in progress. changed:
-    set whenever no more tokens are generated until `resume_generation`."""
+    """A `GenerationClient` that can be paused."""
 
     def __init__(
         self,
@@ -61,12 +59,14 @@ class PausableEngine:
         Args:
             engine: Generates the tokens.
             tokenizer: The engine's.
-            places: Slots for concurrently running episodes.
-            changed: See the class; may be shared between episodes.
+            slots: Slots for concurrently running episodes.
+            changed: Set whenever no more tokens are generated until `resume_generation`; may be
+                shared between episodes.
         """
+        # nothing is being generated and requests of the agent wait; the episode occupies no slot
         self.paused = False
         self.changed = changed
-        self.unfinished: list[Unfinished] = []
+        self.unfinished: list[Unfinished] = []  # completions in progress
         self._engine = engine
         self._tokenizer = tokenizer
         self._slots = slots

@@ -213,8 +213,13 @@ class AgentGenerate(CustomGenerate):
         counts: Mapping[str, int] | None = None,
         engine: PausableEngine | None = None,
     ) -> Sample:
-        """Run one episode. sessions: extended by its sessions. counts: initial counts of each
-        session. engine: may be paused."""
+        """Run one episode.
+
+        Args:
+            sessions: Extended by its sessions.
+            counts: Initial counts of each session.
+            engine: May be paused.
+        """
         try:
             seed = seed_of(sample, evaluation=evaluation)
         except ValueError as error:
@@ -322,11 +327,11 @@ class AgentGenerate(CustomGenerate):
 
 @dataclass(frozen=True, slots=True)
 class _Agent:
-    """The agent that a flag names. tasks: set for remote workers."""
+    """The agent that a flag names."""
 
     name: str
     play: Play
-    tasks: TaskQueue | None = None
+    tasks: TaskQueue | None = None  # set for remote workers
 
 
 def _make_agent(config: AgentsConfig, output_dir: Path) -> _Agent | None:

@@ -53,51 +53,45 @@ class SessionEnded(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ParsedRequest:
-    """A parsed request. messages: in canonical form. tools: for the chat template. stop: stop
-    strings. max_tokens: per completion. seed: the client's. overridden: number of the client's
-    sampling parameters that the run's override."""
+    """A parsed request."""
 
-    messages: tuple[Message, ...]
-    tools: list[dict[str, Any]] | None = None
+    messages: tuple[Message, ...]  # in canonical form
+    tools: list[dict[str, Any]] | None = None  # for the chat template
     n: int = 1
-    stop: tuple[str, ...] = ()
-    max_tokens: int | None = None
-    seed: int | None = None
-    overridden: int = 0
+    stop: tuple[str, ...] = ()  # stop strings
+    max_tokens: int | None = None  # per completion
+    seed: int | None = None  # the client's
+    overridden: int = 0  # number of the client's sampling parameters that the run's override
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
     """One completion: its message as sent to the client, and the generated tokens with their texts
-    and log-probs. stop: the stop string that ended it."""
+    and log-probs."""
 
     message: Message
     finish: Finish
     prompt_tokens: int
     tokens: tuple[int, ...]
     log_probs: tuple[float, ...]
-    stop: str | None = None
+    stop: str | None = None  # the stop string that ended it
 
 
 @dataclass(frozen=True, slots=True)
 class SessionLimits:
-    """Limits of a session. turns: completions per episode. concurrent: concurrent requests.
-    waiting: queued requests; further ones are rejected with a retry hint. answers: completions per
-    request. positions: the model's context length, None: unlimited. tokens: per completion; None:
-    unlimited. reward: magnitude of a turn's and of the episode's."""
+    """Limits of a session."""
 
-    turns: int = 256
-    concurrent: int = 8
-    waiting: int = WAITING
-    answers: int = 16
-    positions: int | None = None
-    tokens: int | None = None
-    reward: float = 1e6
+    turns: int = 256  # completions per episode
+    concurrent: int = 8  # concurrent requests
+    waiting: int = WAITING  # queued requests; further ones are rejected with a retry hint
+    answers: int = 16  # completions per request
+    positions: int | None = None  # the model's context length, None: unlimited
+    tokens: int | None = None  # per completion; None: unlimited
+    reward: float = 1e6  # magnitude of a turn's and of the episode's
 
 
 class Session:
-    """The session of one sample. tree: its turns. counts: see `numbers`. aborted: the run no longer
-    needs the episode; on_abort is called then."""
+    """The session of one sample."""
 
     def __init__(
         self,
@@ -116,10 +110,10 @@ class Session:
             tool_format: See `answer_parsers.parse_answer`.
         """
         self.sample_id = sample_id
-        self.tree = SessionTree(template)
-        self.counts: Counter[str] = Counter()
-        self.aborted = False
-        self.on_abort = asyncio.Event()
+        self.tree = SessionTree(template)  # its turns
+        self.counts: Counter[str] = Counter()  # see `numbers`
+        self.aborted = False  # the run no longer needs the episode
+        self.on_abort = asyncio.Event()  # set then
         self.ended = False
         self._model = model
         self._template = template

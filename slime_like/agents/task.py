@@ -22,24 +22,23 @@ MAX_SEED = 2**31
 
 @dataclass(slots=True)
 class Task:
-    """One episode, for an agent. prompt: the row's, without chat template. base_url: for OpenAI's
-    SDKs, with ``/v1``; Anthropic's use `url`. metadata: the row's; additions are visible to the
-    reward function. evaluation: nothing is trained on. seed: equal for all samples of a prompt."""
+    """One episode, for an agent."""
 
     sample_id: int
-    prompt: str
+    prompt: str  # the row's, without chat template
     label: Any
-    metadata: dict[str, Any]
-    evaluation: bool
-    url: str
+    metadata: dict[str, Any]  # the row's; additions are visible to the reward function
+    evaluation: bool  # nothing is trained on
+    url: str  # for Anthropic's SDKs
     api_key: str
-    seed: int = 0
+    seed: int = 0  # equal for all samples of a prompt
     model: str = "policy"
     session: Session | None = field(default=None, repr=False)
     _clients: list[Any] = field(default_factory=list, repr=False)
 
     @property
     def base_url(self) -> str:
+        """For OpenAI's SDKs."""
         return f"{self.url}/v1"
 
     async def chat(

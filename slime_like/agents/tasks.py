@@ -28,25 +28,23 @@ class WorkerLost(Exception):
 
 @dataclass(eq=False, slots=True)
 class Offer:
-    """A task for a worker. offered, beat, claimed: event loop times; claimed None: it is waiting.
-    outcome: resolves to the reward; taken: done when it is claimed."""
+    """A task for a worker. Times are the event loop's."""
 
     task: Task
-    outcome: asyncio.Future[Any]
-    taken: asyncio.Future[object]
+    outcome: asyncio.Future[Any]  # resolves to the reward
+    taken: asyncio.Future[object]  # done when it is claimed
     offered: float
     last_heartbeat: float = 0.0
-    claimed: float | None = None
+    claimed: float | None = None  # None: it is waiting
 
 
 @dataclass(slots=True)
 class TaskQueue:
-    """The task queue of a rank. keys: the workers' keys. timeout_s: of an episode after its claim,
-    and of the wait for any worker. heartbeat_s: silence after which a worker is considered lost."""
+    """The task queue of a rank."""
 
-    keys: Collection[str]
-    timeout_s: float
-    heartbeat_s: float
+    keys: Collection[str]  # the workers' keys
+    timeout_s: float  # of an episode after its claim, and of the wait for any worker
+    heartbeat_s: float  # silence after which a worker is considered lost
     _waiting: deque[Offer] = field(default_factory=deque)
     _claimed: dict[str, Offer] = field(default_factory=dict)
     _claims: deque[asyncio.Future[Offer | None]] = field(default_factory=deque)
@@ -127,8 +125,12 @@ class TaskQueue:
         self._claimed_offer(key).last_heartbeat = self._current_loop().time()
 
     def finish(self, key: str, reward: object, error: object) -> None:
-        """Finish an episode. reward: see `episode_samples.bad_reward`. error: why there is no
-        reward, or None. Raises BadRequest like `heartbeat`."""
+        """Finish an episode. Raises BadRequest like `heartbeat`.
+
+        Args:
+            reward: See `episode_samples.bad_reward`.
+            error: Why there is no reward, or None.
+        """
         outcome = self._claimed_offer(key).outcome
         if outcome.done():
             return  # a repeated report

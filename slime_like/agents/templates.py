@@ -137,9 +137,14 @@ class ChatTemplate:
             raise BadRequest(str(problem)) from None
 
     def _rest(self, full_text: str, closing: str, end: str, *, has_calls: bool) -> str | None:
-        """Text after an answer's content. full_text: what follows the placeholder. closing: the
-        same if its turn is the last one, possibly starting with the end of a tool call. end: the
-        end token that the model generated, "" if none."""
+        """Text after an answer's content.
+
+        Args:
+            full_text: What follows the placeholder.
+            closing: The same if its turn is the last one, possibly starting with the end of a tool
+                call.
+            end: The end token that the model generated, "" if none.
+        """
         shared = common_prefix(full_text, closing)
         places = [(shared.find(mark), mark) for mark in self._ends if mark and mark in shared]
         if places:

@@ -19,24 +19,23 @@ Call = tuple[str, Any]  # name, arguments: an object, or invalid text
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """A parsed completion. errors: number of unparsable calls, which stay in `content`."""
+    """A parsed completion."""
 
     content: str
     reasoning: str = ""
     calls: Sequence[Call] = ()
-    errors: int = 0
+    errors: int = 0  # number of unparsable calls, which stay in `content`
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """The tool-call format of a model family. marks: texts in a chat template that together
-    identify the family. pattern: matches everything that is not content. read: parses the calls of
-    one match, or raises. closing: text at the end of every match; text after its last occurrence is
-    not searched, so that unclosed marks do not take quadratic time."""
+    """The tool-call format of a model family."""
 
-    marks: tuple[str, ...]
-    pattern: re.Pattern[str]
-    read: Callable[[re.Match[str]], list[Call]]
+    marks: tuple[str, ...]  # texts in a chat template that together identify the family
+    pattern: re.Pattern[str]  # matches everything that is not content
+    read: Callable[[re.Match[str]], list[Call]]  # parses the calls of one match, or raises
+    # text at the end of every match; text after its last occurrence is not searched, so that
+    # unclosed marks do not take quadratic time
     closing: re.Pattern[str] | None = None
     start_only: bool = False  # the calls are the full text
     texts: bool = False  # arguments are text, and the tool's schema determines their types

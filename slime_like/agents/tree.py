@@ -31,44 +31,40 @@ Split = Literal["paths", "turns"]
 
 @dataclass(frozen=True, slots=True)
 class NextPrompt:
-    """The prompt of a request. parent: the turn that it continues, or None. foreign: assistant
-    messages among the new ones that the model did not generate in this form. rewritten: the tokens
-    of a matching turn could not be kept, because the chat template renders it differently."""
+    """The prompt of a request."""
 
-    parent: TreeTurn | None
+    parent: TreeTurn | None  # the turn that it continues, or None
     tokens: tuple[int, ...]
+    # assistant messages among the new ones that the model did not generate in this form
     foreign: int = 0
+    # the tokens of a matching turn could not be kept, because the chat template renders it
+    # differently
     rewritten: bool = False
 
 
 @dataclass(eq=False, slots=True)
 class TreeTurn:
     """A completion. It holds what its parent does not, so that the memory of a session grows with
-    its length, and not with the square of it.
-
-    rest: tokens given to the model after those of the parent. tokens: generated tokens, with one
-    log-prob and weight version each. sampling_mask: see `GenerateOutput`. routed_experts: routed
-    experts of its prompt and tokens, starting at the parent's last token, which was not computed
-    before. truncated: it reached a limit. new_messages: those that were answered, after the
-    parent's answer. number: index in the session. reward: of this turn. observed: length of `rest`
-    of a turn with a parent, 0 if an earlier sibling already has the same. child_observations: the
-    observations that precede its children.
-    """
+    its length, and not with the square of it."""
 
     parent: TreeTurn | None
-    rest: tuple[int, ...]
-    tokens: tuple[int, ...]
+    rest: tuple[int, ...]  # tokens given to the model after those of the parent
+    tokens: tuple[int, ...]  # generated tokens, with one log-prob and weight version each
     log_probs: tuple[float, ...]
     weight_versions: tuple[int, ...]
-    truncated: bool
-    sampling_mask: tuple[Tensor, ...] | None
+    truncated: bool  # it reached a limit
+    sampling_mask: tuple[Tensor, ...] | None  # see `GenerateOutput`
+    # routed experts of its prompt and tokens, starting at the parent's last token, which was not
+    # computed before
     routed_experts: Tensor | None
-    new_messages: tuple[Message, ...]
+    new_messages: tuple[Message, ...]  # those that were answered, after the parent's answer
     answer: Message
-    number: int
-    reward: float = 0.0
+    number: int  # index in the session
+    reward: float = 0.0  # of this turn
+    # length of `rest` of a turn with a parent, 0 if an earlier sibling already has the same
     observed: int = 0
     children: int = 0
+    # the observations that precede its children
     child_observations: set[tuple[int, ...]] = field(default_factory=set)
 
     @property
@@ -107,9 +103,7 @@ class TreeTurn:
 @dataclass(frozen=True, slots=True)
 class Branch:
     """A sequence to train on. Its first `prompt_length` tokens are context; the others have one
-    entry each in mask, log-probs, versions and sampling_mask. spans: for each trained turn, its
-    start relative to the end of the prompt, its length and its index in the tree. routed_experts:
-    routed experts of all tokens, as first computed on this path."""
+    entry each in mask, log-probs, versions and sampling_mask."""
 
     tokens: tuple[int, ...]
     prompt_length: int
@@ -117,18 +111,21 @@ class Branch:
     log_probs: tuple[float, ...]
     weight_versions: tuple[int, ...]
     truncated: bool
+    # for each trained turn, its start relative to the end of the prompt, its length and its index
+    # in the tree
     spans: tuple[tuple[int, int, int], ...]
     sampling_mask: Tensor | None = None
+    # routed experts of all tokens, as first computed on this path
     routed_experts: Tensor | None = None
 
 
 @dataclass(slots=True)
 class SessionTree:
-    """The turns of one session in order. counts: roots, forks, foreign_messages and rewritten_turns
-    of completed requests."""
+    """The turns of one session in order."""
 
     template: ChatTemplate
     turns: list[TreeTurn] = field(default_factory=list)
+    # roots, forks, foreign_messages and rewritten_turns of completed requests
     counts: Counter[str] = field(default_factory=Counter)
     _by_history: dict[bytes, TreeTurn] = field(default_factory=dict)
 
@@ -211,7 +208,7 @@ class SessionTree:
         """Split the tree into sequences in which every turn is trained on exactly once.
 
         Args:
-            cut: "paths": one sequence per leaf, training the turns on its path that no earlier
+            split: "paths": one sequence per leaf, training the turns on its path that no earlier
                 sequence trains; "turns": one sequence per turn. Both train the same tokens in the
                 same contexts.
             observations: The response of a sequence that continues a turn starts right after that

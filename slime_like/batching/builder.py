@@ -55,17 +55,15 @@ _BEFORE_STEPS = "before the optimizer steps of a rollout"
 
 @dataclass(frozen=True, slots=True)
 class Batches:
-    """The optimizer steps of a rollout: this rank's samples of each step.
-
-    critic: empty without a critic; its data-parallel ranks may hold other samples than the
-    policy's. check: with `TrainBatch.old_is_current`, the check of the training forward pass.
-    sample_keys, entropies: of the policy's samples, for recordings; entropies ([R] each) are empty
-    without a separate log-prob pass.
-    """
+    """The optimizer steps of a rollout: this rank's samples of each step."""
 
     policy: list[TrainBatch]
+    # empty without a critic; its data-parallel ranks may hold other samples than the policy's
     critic: list[TrainBatch]
+    # with `TrainBatch.old_is_current`, the check of the training forward pass
     check: UpdateCheck | None = None
+    # sample_keys, entropies: of the policy's samples, for recordings; entropies ([R] each) are
+    # empty without a separate log-prob pass
     sample_keys: Sequence[str] = ()
     entropies: Sequence[Tensor] = ()
 
@@ -150,8 +148,12 @@ class BatchBuilder:
     def build(
         self, samples: Sequence[AnySample], weight_version: int, *, rollout_id: int | None = None
     ) -> tuple[Batches, dict[str, float]]:
-        """Batches and metrics of a rollout. weight_version: version of the policy before the
-        update. rollout_id: of `deliver_early`."""
+        """Batches and metrics of a rollout.
+
+        Args:
+            weight_version: Version of the policy before the update.
+            rollout_id: Of `deliver_early`.
+        """
         rollout = self._deliver(samples, rollout_id)
         if self.settings.replays_rollout:
             steps = [self.backend.with_experts_of_stage(step) for step in rollout.steps]

@@ -124,11 +124,11 @@ class LogProbs:
 @dataclass(frozen=True, slots=True)
 class UpdateCheck:
     """What `LogProbs` does before an update, for a rollout whose old log-probs come from the
-    training forward pass. weight_version: version of the policy before the update."""
+    training forward pass."""
 
     log_probs: LogProbs
     rollout: Rollout
-    weight_version: int
+    weight_version: int  # version of the policy before the update
 
     def run(self, old: Sequence[LogProbOutput]) -> dict[str, float]:
         """Check the log-probs of the training forward pass, after backward and before the optimizer

@@ -29,7 +29,7 @@ def with_observation_weights(
     """This rank's samples of each optimizer step, each with `observation_weights`.
 
     Args:
-        plan, samples, shares: As for `step_plan.train_samples`.
+        plan, samples, assignment: As for `train_samples.train_samples`.
         steps: Its result.
     """
     result = []

@@ -21,11 +21,10 @@ from slime_like.types import TrainSample
 
 @dataclass(frozen=True, slots=True)
 class SampleCorrection:
-    """Off-policy correction of one sample. keep_mask: [R] bool. importance_weights: [R] float32.
-    None as in `Correction`."""
+    """Off-policy correction of one sample."""
 
-    keep_mask: Tensor | None = None
-    importance_weights: Tensor | None = None
+    keep_mask: Tensor | None = None  # [R] bool
+    importance_weights: Tensor | None = None  # [R] float32
 
 
 def correct_steps(

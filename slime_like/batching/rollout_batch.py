@@ -20,16 +20,12 @@ Columns = Mapping[str, Sequence[Tensor | None] | None]  # description -> [R] per
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """A rollout during batch building. "Local" samples are those that this rank trains on.
+    """A rollout during batch building. "Local" samples are those that this rank trains on."""
 
-    sampled: all samples, with tokens on the rank that generated them. samples: the same, with
-    tokens on the ranks that train on them. steps: the local samples of each optimizer step.
-    """
-
-    sampled: Sequence[AnySample]
-    samples: Sequence[AnySample]
+    sampled: Sequence[AnySample]  # all samples, with tokens on the rank that generated them
+    samples: Sequence[AnySample]  # the same, with tokens on the ranks that train on them
     assignment: DataParallelAssignment
-    steps: list[list[TrainSample]]
+    steps: list[list[TrainSample]]  # the local samples of each optimizer step
 
     @property
     def local(self) -> list[TrainSample]:

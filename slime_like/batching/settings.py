@@ -18,18 +18,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class BatchSettings:
-    """Settings of batch building. off_policy: None without correction. transformer: the policy's.
-    replays_rollout: replay the engine's routed experts. old_is_current: see `TrainBatch`.
-    outcome_readers: see `outcomes.outcome_readers`."""
+    """Settings of batch building."""
 
     algorithm: AlgorithmConfig
-    off_policy: OffPolicyConfig | None
-    transformer: TransformerConfig
+    off_policy: OffPolicyConfig | None  # None without correction
+    transformer: TransformerConfig  # the policy's
     vocab_size: int
-    replays_rollout: bool
+    replays_rollout: bool  # replay the engine's routed experts
     distillation: DistillationConfig
     advantages: AdvantageSettings
     sample_buffer_size: int
-    old_is_current: bool
-    outcome_readers: Sequence[OutcomeReader]
+    old_is_current: bool  # see `TrainBatch`
+    outcome_readers: Sequence[OutcomeReader]  # see `outcomes.outcome_readers`
     hooks: TrainHooks

@@ -29,15 +29,14 @@ if TYPE_CHECKING:
 class StepPlan:
     """Size of an optimizer step, and its split over data-parallel ranks: rank d gets the d-th
     block, or, with a `linear_cost` (see `seqlen_balancing.linear_cost`), samples of equal total
-    cost; with `equal_counts` also the same number. `samples_together`: number of adjacent samples
-    that stay on one rank."""
+    cost; with `equal_counts` also the same number."""
 
     global_batch_size: int
     dp_size: int
     dp_rank: int
     linear_cost: float | None = None
     equal_counts: bool = True
-    samples_together: int = 1
+    samples_together: int = 1  # number of adjacent samples that stay on one rank
 
     def steps(self, samples: Sequence[AnySample]) -> list[Sequence[AnySample]]:
         """The samples of each optimizer step, over all ranks."""
@@ -99,13 +98,12 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class DataParallelAssignment:
-    """Samples of every rank in every optimizer step. positions: [step][rank], ascending indices
-    within the step. metrics: plain numbers by name. Defines the order in which this rank's samples
-    are computed."""
+    """Samples of every rank in every optimizer step."""
 
+    # [step][rank], ascending indices within the step
     positions: tuple[tuple[tuple[int, ...], ...], ...]
     dp_rank: int
-    metrics: dict[str, float]
+    metrics: dict[str, float]  # plain numbers by name
 
     def indices_in_step(self, step: int) -> tuple[int, ...]:
         """Indices of this rank's samples within an optimizer step."""

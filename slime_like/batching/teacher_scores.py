@@ -18,10 +18,11 @@ from slime_like.types import Sample, TrainSample
 
 @dataclass(frozen=True, slots=True)
 class TeacherScores:
-    """Teacher scores of the local samples. log_probs: [R] each. tokens, probs: with --opd-topk,
-    [R, K] each: token ids and the teacher's probabilities, all 0 for a sample without teacher."""
+    """Teacher scores of the local samples."""
 
-    log_probs: list[Tensor]
+    log_probs: list[Tensor]  # [R] each
+    # tokens, probs: with --opd-topk, [R, K] each: token ids and the teacher's probabilities, all 0
+    # for a sample without teacher
     tokens: list[Tensor] | None = None
     probs: list[Tensor] | None = None
 

@@ -38,14 +38,12 @@ Columns = Mapping[str, Sequence[Tensor] | None]
 
 @dataclass(frozen=True, slots=True)
 class RankData:
-    """This rank's samples of a rollout. samples: with tokens. train: the same samples as inputs of
-    the loss. rewards: after group normalisation. columns: further per-token tensors by name, [R]
-    per sample."""
+    """This rank's samples of a rollout."""
 
-    samples: Sequence[Sample]
-    train: Sequence[TrainSample]
-    rewards: Sequence[float]
-    columns: Columns
+    samples: Sequence[Sample]  # with tokens
+    train: Sequence[TrainSample]  # the same samples as inputs of the loss
+    rewards: Sequence[float]  # after group normalisation
+    columns: Columns  # further per-token tensors by name, [R] per sample
 
 
 class HookAdapter(Protocol):

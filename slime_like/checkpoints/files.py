@@ -22,10 +22,10 @@ MAX_JSON_BYTES = 2**28  # twice the size of an index of a million tensors
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """Expected content of a file. size: bytes. sha256: hexadecimal digest."""
+    """Expected content of a file."""
 
-    size: int
-    sha256: str
+    size: int  # bytes
+    sha256: str  # hexadecimal digest
 
 
 class HashedFile:

@@ -75,12 +75,11 @@ def _is_of_a_run(folder: Path) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class NodeFiles:
-    """Part of a checkpoint that a node holds. manifest: SHA-256 of the manifest. total: number of
-    files in the full checkpoint. files: names of the intact files on this node."""
+    """Part of a checkpoint that a node holds."""
 
-    manifest: str
-    total: int
-    files: list[str]
+    manifest: str  # SHA-256 of the manifest
+    total: int  # number of files in the full checkpoint
+    files: list[str]  # names of the intact files on this node
 
 
 def intact_files(folder: Path) -> NodeFiles:

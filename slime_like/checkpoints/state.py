@@ -46,18 +46,17 @@ class BatchState(GuardState, total=False):
 
 
 class SamplingState(TypedDict, total=False):
-    """Where sampling resumes. data: position in the data source. waiting_groups: rows of
-    `group_rows.waiting_to_rows`."""
+    """Where sampling resumes."""
 
-    data: Mapping[str, object] | None
-    waiting_groups: list[dict[str, object]] | None
+    data: Mapping[str, object] | None  # position in the data source
+    waiting_groups: list[dict[str, object]] | None  # rows of `group_rows.waiting_to_rows`
 
 
 class AheadRow(TypedDict):
-    """A prefetched rollout. groups: rows of `group_rows.groups_to_rows`."""
+    """A prefetched rollout."""
 
     step: int
-    groups: list[dict[str, Any]]
+    groups: list[dict[str, Any]]  # rows of `group_rows.groups_to_rows`
     metrics: dict[str, str]
     before: SamplingState
 

@@ -19,14 +19,14 @@ import slime_like
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A subcommand. module: has `main() -> int | None`, which reads sys.argv, and `parser()`,
-    unless it handles shell completion itself. added: arguments appended to the user's. runs: it
-    does more than to print, and must survive the reader of its output."""
+    """A subcommand."""
 
+    # has `main() -> int | None`, which reads sys.argv, and `parser()`, unless it handles shell
+    # completion itself
     module: str
     help: str
-    added: tuple[str, ...] = ()
-    runs: bool = False
+    added: tuple[str, ...] = ()  # arguments appended to the user's
+    runs: bool = False  # it does more than to print, and must survive the reader of its output
 
 
 COMMANDS: Mapping[str, Command] = {

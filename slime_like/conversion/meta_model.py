@@ -40,16 +40,15 @@ NO_ACCELERATOR = Machine(cuda=False, transformer_engine=False, gradient_fusion=F
 
 @dataclass(frozen=True)
 class MetaModel:
-    """This rank's model on the meta device. chunks: its GPTModels. state: their sharded state dict,
-    as used for checkpoints. parameters: canonical name -> meta parameter."""
+    """This rank's model on the meta device."""
 
     hf: HfModel
     gpt: GPTModelConfig
     layout: ParallelLayout
     value_head: bool
-    chunks: list[MegatronModule]
-    state: ShardedStateDict
-    parameters: dict[str, Tensor]
+    chunks: list[MegatronModule]  # its GPTModels
+    state: ShardedStateDict  # their sharded state dict, as used for checkpoints
+    parameters: dict[str, Tensor]  # canonical name -> meta parameter
     _entries: dict[str, ShardedTensor | ShardedTensorFactory]
 
     def pieces(self, name: str, data: Tensor | None = None) -> list[ShardedTensor]:

@@ -62,12 +62,11 @@ Advance = Callable[[int], None]
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """Result of a conversion. kept: number of complete files reused from an interrupted
-    conversion."""
+    """Result of a conversion."""
 
     bytes: int
     files: int
-    kept: int
+    kept: int  # number of complete files reused from an interrupted conversion
 
 
 class NetworkSource:
@@ -82,9 +81,15 @@ class NetworkSource:
         dtype: torch.dtype | None,
         quantized: MappingOf[str, QuantizedWeight] | None = None,
     ) -> None:
-        """dtype: None keeps the stored dtype. quantized: the quantised weights, by name. Raises
-        ConfigError if the template is a different model, ValueError if the checkpoint is
-        damaged."""
+        """
+        Args:
+            dtype: None keeps the stored dtype.
+            quantized: The quantised weights, by name.
+
+        Raises:
+            ConfigError: If the template is a different model.
+            ValueError: If the checkpoint is damaged.
+        """
         self.meta_model = meta_model
         self._template = template
         self.stored = CheckpointTensors(folder)

@@ -73,13 +73,12 @@ Advance = Callable[[int], None]  # called with the bytes of every converted tens
 
 @dataclass(frozen=True, slots=True)
 class Converted:
-    """Result of a conversion, summed over ranks. kept: complete files reused from an interrupted
-    conversion."""
+    """Result of a conversion, summed over ranks."""
 
     folder: Path
     bytes: int
     files: int
-    kept: int
+    kept: int  # complete files reused from an interrupted conversion
 
 
 def convert_to_megatron(

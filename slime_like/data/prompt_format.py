@@ -57,11 +57,10 @@ class RowKeys:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Limits for prompt lengths. positions: of the model, None if they do not matter. response:
-    --rollout-max-response-len, or the evaluation set's value."""
+    """Limits for prompt lengths."""
 
-    positions: int | None = None
-    response: int = 0
+    positions: int | None = None  # of the model, None if they do not matter
+    response: int = 0  # --rollout-max-response-len, or the evaluation set's value
 
     def problem(self, tokens: int) -> str | None:
         """Why a prompt of `tokens` tokens does not fit, or None."""
@@ -102,10 +101,15 @@ class PromptFormat:
         trains_labels: bool = False,
         raw_messages: bool = False,
     ) -> None:
-        """chat: use the chat template regardless of --apply-chat-template. teaches_itself: store
-        the context of the teacher's prompt in the metadata (self-distillation). trains_labels: the
-        label is the answer to train on. raw_messages: without the chat template, rows with messages
-        are for a user function, which renders them."""
+        """
+        Args:
+            chat: Use the chat template regardless of --apply-chat-template.
+            teaches_itself: Store the context of the teacher's prompt in the metadata
+                (self-distillation).
+            trains_labels: The label is the answer to train on.
+            raw_messages: Without the chat template, rows with messages are for a user function,
+                which renders them.
+        """
         self._trains_labels = trains_labels
         self.keys = keys
         self._teaches_itself = teaches_itself

@@ -87,15 +87,20 @@ def select_short_rows(
 
 
 class PromptSource:
-    """An endless stream of prompts over epochs of one data source.
-
-    answer_check: `data.sft.answer_problem`, or `rewards.registry.answer_check` of the run's reward;
-    None accepts every label. conversations: rows are conversations for supervised training. pairs:
-    rows are preference pairs. teaches_itself: self-distillation. trains_labels: supervised training
-    on the labels. raw_messages: see `PromptFormat`. `len()` is the number of prompts
+    """An endless stream of prompts over epochs of one data source. `len()` is the number of prompts
     per epoch, `num_left_out` the number of rows that were too long, `notes` messages to log.
-    Construction raises ValueError for any problem with the data, naming file and line, or with the
-    chat template.
+
+    Args:
+        answer_check: `data.sft.answer_problem`, or `rewards.registry.answer_check` of the run's
+            reward; None accepts every label.
+        conversations: Rows are conversations for supervised training.
+        pairs: Rows are preference pairs.
+        teaches_itself: Self-distillation.
+        trains_labels: Supervised training on the labels.
+        raw_messages: See `PromptFormat`.
+
+    Raises:
+        ValueError: For any problem with the data, naming file and line, or with the chat template.
     """
 
     def __init__(
@@ -238,10 +243,13 @@ def load_eval_sets(
     """Evaluation prompts by set name, complete and in file order; and notes for the user, like
     those of `PromptSource`.
 
-    Group ids are unique over all sets. Prompts over --rollout-max-prompt-len are dropped.
-    answer_check: of the run's reward; a set with its own function accepts every row. room_of:
-    limits for prompt lengths. raw_messages: see `PromptFormat`. Raises ValueError like
-    `PromptSource`.
+    Group ids are unique over all sets. Prompts over --rollout-max-prompt-len are dropped. Raises
+    ValueError like `PromptSource`.
+
+    Args:
+        answer_check: Of the run's reward; a set with its own function accepts every row.
+        room_of: Limits for prompt lengths.
+        raw_messages: See `PromptFormat`.
     """
     sets: dict[str, list[Prompt]] = {}
     notes: list[str] = []

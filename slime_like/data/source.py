@@ -30,12 +30,11 @@ _RANGE = re.compile(r"^(?P<path>.*)@\[(?P<start>-?\d*):(?P<end>-?\d*)\]$", re.DO
 
 
 class RowSource(Protocol):
-    """Random access to rows. content: identifies the data, so that a changed file is detected on
-    resume. notes: messages for the user, one line each."""
+    """Random access to rows."""
 
     name: str
-    content: str
-    notes: list[str]
+    content: str  # identifies the data, so that a changed file is detected on resume
+    notes: list[str]  # messages for the user, one line each
 
     def __len__(self) -> int: ...
 

@@ -35,10 +35,10 @@ class Render(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A part of a conversation's text. trained: it is an assistant turn to train on."""
+    """A part of a conversation's text."""
 
     text: str
-    trained: bool
+    trained: bool  # it is an assistant turn to train on
 
 
 def is_trained(message: Message) -> bool:
@@ -97,16 +97,12 @@ def split_trained_turns(
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """An assistant turn in the text of a conversation.
+    """An assistant turn in the text of a conversation."""
 
-    before: end of the text before it that generation continues. opening: what the template adds
-    there to open the turn. start, stop: of the turn's text in the conversation.
-    """
-
-    before: int
-    opening: str
-    start: int
-    stop: int
+    before: int  # end of the text before it that generation continues
+    opening: str  # what the template adds there to open the turn
+    start: int  # of the turn's text in the conversation
+    stop: int  # of the turn's text in the conversation
 
 
 def _exact_turn(

@@ -19,20 +19,18 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
-    """Heartbeat of a rank. count: increases with every pulse. phases: number of phases entered so
-    far. still_s: seconds without progress of the main thread. waiting: inside a collective, for
-    other ranks. left: this rank has ended the run."""
+    """Heartbeat of a rank."""
 
-    count: int
+    count: int  # increases with every pulse
     host: str
     process: int
     phase: str
-    phases: int
+    phases: int  # number of phases entered so far
     phase_s: float
-    still_s: float
+    still_s: float  # seconds without progress of the main thread
     where: str
-    waiting: bool
-    left: bool
+    waiting: bool  # inside a collective, for other ranks
+    left: bool  # this rank has ended the run
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

@@ -29,11 +29,10 @@ Places = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """Assignment of items to parts, and of ranks to parts: all ranks of a part need its items.
-    part_of_rank: [N]. part_of_item: [B]."""
+    """Assignment of items to parts, and of ranks to parts: all ranks of a part need its items."""
 
-    part_of_rank: Places
-    part_of_item: Places
+    part_of_rank: Places  # [N]
+    part_of_item: Places  # [B]
 
     def wanted_by(self, rank: int) -> NDArray[np.bool_]:
         """[B]: whether this rank wants each item."""
@@ -69,8 +68,11 @@ class Message:
 class Delivery:
     """Plan of which rank sends which item to which rank; equal on all ranks.
 
-    holders: [B], the rank that has each item. nbytes: [B]. sharings: an item goes to the ranks of
-    its part in each of them. buffer_size: maximum bytes in flight per rank.
+    Args:
+        holders: [B], the rank that has each item.
+        nbytes: [B].
+        sharings: An item goes to the ranks of its part in each of them.
+        buffer_size: Maximum bytes in flight per rank.
     """
 
     def __init__(
@@ -165,14 +167,13 @@ class Delivery:
 
 @dataclass(slots=True)
 class Traffic:
-    """Bytes and messages that one rank has sent and received. largest_buffer: maximum bytes in
-    flight."""
+    """Bytes and messages that one rank has sent and received."""
 
     sent: int = 0
     received: int = 0
     messages_sent: int = 0
     messages_received: int = 0
-    largest_buffer: int = 0
+    largest_buffer: int = 0  # maximum bytes in flight
 
 
 class Work(Protocol):

@@ -31,12 +31,12 @@ _LOST = re.compile(
 
 @dataclass(slots=True)
 class Job:
-    """The job of this process. rank_zero: address of rank 0, in case its store is gone."""
+    """The job of this process."""
 
     store: SignedStore
     rank: int
     world_size: int
-    rank_zero: str
+    rank_zero: str  # address of rank 0, in case its store is gone
 
 
 _job: Job | None = None

@@ -31,16 +31,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """Address of the rendezvous, and this process's rank. hosts: whether this process holds the
-    store that the others connect to; under torchrun the agent on the first node holds it. one_host:
-    whether all ranks are on this host."""
+    """Address of the rendezvous, and this process's rank."""
 
     host: str
     port: int
     rank: int
     world_size: int
+    # whether this process holds the store that the others connect to; under torchrun the agent on
+    # the first node holds it
     hosts: bool
-    one_host: bool = False
+    one_host: bool = False  # whether all ranks are on this host
 
     def me(self) -> str:
         return f"rank {self.rank} of {self.world_size} on host {socket.gethostname()}"

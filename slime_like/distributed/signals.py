@@ -29,12 +29,11 @@ _NAMES = {signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP", signal.SIGINT: "Ct
 
 @dataclass(frozen=True, slots=True)
 class ExitRequest:
-    """A request to end the run. status: exit status; 0 for a stop requested on the command line.
-    urgent: skip everything that can be done later."""
+    """A request to end the run."""
 
     reason: str
-    status: int
-    urgent: bool = True
+    status: int  # exit status; 0 for a stop requested on the command line
+    urgent: bool = True  # skip everything that can be done later
 
 
 class StopConditions:

@@ -23,12 +23,12 @@ SETTLED_S = 0.3  # the stacks are complete when the file has not grown for this 
 
 @dataclass(frozen=True, slots=True)
 class RankProcess:
-    """Process of a rank. started: start time from psutil, because process ids are reused."""
+    """Process of a rank."""
 
     rank: int
     host: str
     process: int
-    started: float
+    started: float  # start time from psutil, because process ids are reused
 
     @property
     def is_here(self) -> bool:

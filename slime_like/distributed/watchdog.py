@@ -37,10 +37,10 @@ EXIT_DELAY_S = 5.0  # for the other ranks to write their stacks before a launche
 
 @dataclass(slots=True)
 class LastHeartbeat:
-    """Last heartbeat of a rank. at: when it changed, by this host's clock."""
+    """Last heartbeat of a rank."""
 
     pulse: Heartbeat
-    at: float
+    at: float  # when it changed, by this host's clock
 
 
 class Watchdog:

@@ -27,27 +27,23 @@ FinishReason = Literal["stop", "length", "abort"]
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Sampling parameters. Construction raises ValueError naming every field out of range.
+    """Sampling parameters. Construction raises ValueError naming every field out of range."""
 
-    temperature: 0 is greedy. top_p: smallest set of tokens with at least this probability, after
-    top_k. top_k: -1 keeps all. max_new_tokens: longest response, stop token included. stop: strings
-    that end a response once its text contains one. stop_token_ids: tokens that end a response, in
-    addition to the model's end tokens (unless ignore_end_tokens); the stop token is part of the
-    response. report_sampling_mask: report the sampling mask of each token, and log-probs over it;
-    no effect when greedy. report_routed_experts: report the routed experts of each token;
-    ValueError from an engine that cannot. skip_special_tokens: which special tokens the text of a
-    response lacks; see `data.tokenizer.response_text`. Engines return tokens and ignore it.
-    """
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    max_new_tokens: int = 128
-    stop: tuple[str, ...] = ()
+    temperature: float = 1.0  # 0 is greedy
+    top_p: float = 1.0  # smallest set of tokens with at least this probability, after top_k
+    top_k: int = -1  # -1 keeps all
+    max_new_tokens: int = 128  # longest response, stop token included
+    stop: tuple[str, ...] = ()  # strings that end a response once its text contains one
+    # tokens that end a response, in addition to the model's end tokens (unless ignore_end_tokens);
+    # the stop token is part of the response
     stop_token_ids: tuple[int, ...] = ()
+    # report the sampling mask of each token, and log-probs over it; no effect when greedy
     report_sampling_mask: bool = False
     ignore_end_tokens: bool = False
+    # report the routed experts of each token; ValueError from an engine that cannot
     report_routed_experts: bool = False
+    # which special tokens the text of a response lacks; see `data.tokenizer.response_text`. Engines
+    # return tokens and ignore it
     skip_special_tokens: bool | None = None
 
     def __post_init__(self) -> None:
@@ -86,24 +82,22 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True)
 class GenerateOutput:
-    """One response; all tuples have one entry per response token.
-
-    finish_reason: "stop" (a stop token or string, included in tokens), "length" or "abort" (tokens
-    may then be partial). sampling_mask: sampling mask of each token, which includes the token; None
-    if not requested. routed_experts: routed experts of every prompt and response token in every MoE
-    layer; -1 for tokens that were never fed to the model, such as the last one; None if not
-    requested. failure: why the request was aborted; None if the caller aborted it. weight_versions
-    increase if weights were replaced during generation.
-    """
+    """One response; all tuples have one entry per response token. Weight versions increase if
+    weights were replaced during generation."""
 
     sample_id: int
     tokens: tuple[int, ...]
     log_probs: tuple[float, ...]
+    # "stop" (a stop token or string, included in tokens), "length" or "abort" (tokens may then be
+    # partial)
     finish_reason: FinishReason
     weight_versions: tuple[int, ...]
-    sampling_mask: tuple[Tensor, ...] | None = None  # [k] int32 each
-    routed_experts: Tensor | None = None  # [prompt and response tokens, MoE layers, topk] int16
-    failure: str | None = None
+    # [k] int32 each, sampling mask of a token, which includes the token; None if not requested
+    sampling_mask: tuple[Tensor, ...] | None = None
+    # [prompt and response tokens, MoE layers, topk] int16, routed experts; -1 for tokens that were
+    # never fed to the model, such as the last one; None if not requested
+    routed_experts: Tensor | None = None
+    failure: str | None = None  # why the request was aborted; None if the caller aborted it
 
 
 class RolloutEngine:

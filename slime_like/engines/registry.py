@@ -19,27 +19,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class EngineContext:
-    """Arguments of an engine factory. tokenizer: a transformers tokenizer. device: this rank's
-    device. output_dir: the run's folder, for logs."""
+    """Arguments of an engine factory."""
 
     config: RunConfig
-    tokenizer: PreTrainedTokenizerBase
-    device: torch.device
-    output_dir: Path
+    tokenizer: PreTrainedTokenizerBase  # a transformers tokenizer
+    device: torch.device  # this rank's device
+    output_dir: Path  # the run's folder, for logs
 
 
 @dataclass(frozen=True, slots=True)
 class EngineTraits:
-    """What the rules of the command line must know about an engine before it is imported.
+    """What the rules of the command line must know about an engine before it is imported."""
 
-    has_servers: rank 0 sends requests to servers, whose weights are elsewhere; otherwise each rank
-    has a copy of the weights. aborts_requests: a single request can be aborted. takes_quantized:
-    weights arrive in the quantised format of --hf-checkpoint.
-    """
-
+    # rank 0 sends requests to servers, whose weights are elsewhere; otherwise each rank has a copy
+    # of the weights
     has_servers: bool = False
-    aborts_requests: bool = False
-    takes_quantized: bool = False
+    aborts_requests: bool = False  # a single request can be aborted
+    takes_quantized: bool = False  # weights arrive in the quantised format of --hf-checkpoint
 
 
 EngineFactory = Callable[[EngineContext], "RolloutEngine"]

@@ -32,12 +32,11 @@ class GuardError(RunError):
 
 @dataclass(frozen=True, slots=True)
 class NonFinite:
-    """The first NaN or infinite number on a rank. sample: name of the sample. token: index within
-    its response."""
+    """The first NaN or infinite number on a rank."""
 
     what: str
-    sample: str
-    token: int
+    sample: str  # name of the sample
+    token: int  # index within its response
     value: float
     rank: int
 

@@ -47,8 +47,12 @@ class LogProbGuard:
     prefix: str = ""  # of the message: which tokens
 
     def check(self, mean: float, p99: float, ratio_error: float, weight_version: int) -> str | None:
-        """Returns a warning or None. mean, p99: of the absolute difference, in nats. ratio_error:
-        mean of exp |difference|, 1 if both agree. Raises GuardError."""
+        """Returns a warning or None. Raises GuardError.
+
+        Args:
+            mean, p99: Of the absolute difference, in nats.
+            ratio_error: Mean of exp |difference|, 1 if both agree.
+        """
         if mean <= self.limit and p99 <= self.limit:
             self.breaches = 0
             if ratio_error <= RATIO_ERROR:
@@ -75,9 +79,13 @@ class RolloutGuards:
     sampled by the current weights and by older ones. Collective over the data-parallel ranks."""
 
     def __init__(self, limit: float, patience: int, *, recorded: bool) -> None:
-        """limit: see `train_rollout_limit`. patience: consecutive breaches that stop the run.
-        recorded: the rollouts are another run's, possibly from other weights, so the difference is
-        reported but not checked."""
+        """
+        Args:
+            limit: See `train_rollout_limit`.
+            patience: Consecutive breaches that stop the run.
+            recorded: The rollouts are another run's, possibly from other weights, so the difference
+                is reported but not checked.
+        """
         self.recorded = recorded
         self.fresh = LogProbGuard(limit, patience)
         self.stale = LogProbGuard(max(STALE_LIMIT, limit), patience, prefix="stale tokens: ")
@@ -147,7 +155,12 @@ class RolloutGuards:
 
     def check_update(self, gap: float, weight_version: int, *, on_policy: bool) -> None:
         """Check the first forward pass of an update that uses the engine's log-probs as the old
-        ones. gap: mean absolute difference. on_policy: the current weights sampled all tokens."""
+        ones.
+
+        Args:
+            gap: Mean absolute difference.
+            on_policy: The current weights sampled all tokens.
+        """
         if not self.recorded:
             guard = self.fresh if on_policy else self.stale
             warn_rank_0(logger, guard.check(gap, gap, 1.0, weight_version))

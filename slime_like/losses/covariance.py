@@ -42,8 +42,12 @@ def pick(candidates: Tensor, order: Tensor, share: float, inputs: LossInputs) ->
     """Select the max(1, floor(share * N)) candidates with the largest `order`, N being the number
     of active tokens; all candidates if there are fewer.
 
-    candidates: [T] bool. order: [T]; ties go to the earlier token. Returns [T] bool, without a
-    device synchronisation.
+    Args:
+        candidates: [T] bool.
+        order: [T]; ties go to the earlier token.
+
+    Returns:
+        [T] bool, without a device synchronisation.
     """
     num_active = sum_over_ranks(inputs.loss_mask.sum(), inputs.cp_group).double()
     wanted = (num_active * share).floor().clamp(min=1)

@@ -120,12 +120,11 @@ def token_weights(
 
 @dataclass(frozen=True, slots=True)
 class ShapedCorrection:
-    """Off-policy correction in the caller's shape. keep_mask, importance_weights: None as in
-    `Correction`. importance_level: as in `LossInputs`."""
+    """Off-policy correction in the caller's shape."""
 
-    keep_mask: Tensor | None
-    importance_weights: Tensor | None
-    importance_level: str
+    keep_mask: Tensor | None  # None as in `Correction`
+    importance_weights: Tensor | None  # None as in `Correction`
+    importance_level: str  # as in `LossInputs`
     metrics: Mapping[str, Metric]
 
     @property

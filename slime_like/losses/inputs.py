@@ -133,11 +133,10 @@ class LossInputs(TokenColumns):
 
 @dataclass(frozen=True, slots=True)
 class PolicyLossOutput:
-    """Result of a policy loss. token_losses: [T], to be minimised, neither masked nor weighted.
-    metrics: typed, over the active tokens of the original mask."""
+    """Result of a policy loss."""
 
-    token_losses: Tensor
-    metrics: Mapping[str, Metric]
+    token_losses: Tensor  # [T], to be minimised, neither masked nor weighted
+    metrics: Mapping[str, Metric]  # typed, over the active tokens of the original mask
 
 
 def ratio_metrics(

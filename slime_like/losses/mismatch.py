@@ -221,11 +221,13 @@ def train_rollout_difference(
     group: dist.ProcessGroup | None,
 ) -> dict[str, float]:
     """Log-prob difference between trainer and rollout engine over the active tokens of all
-    data-parallel ranks.
+    data-parallel ranks. The probability-ratio error is mean(exp |o - m|), 1 if they agree. p99 is
+    the maximum of the ranks' 99th percentiles.
 
-    old, rollout: [R] per sample; masks: [R] bool. group: data-parallel process group, or None. The
-    probability-ratio error is mean(exp |o - m|), 1 if they agree. p99 is the maximum of the ranks'
-    99th percentiles.
+    Args:
+        old, rollout: [R] per sample.
+        masks: [R] bool.
+        group: Data-parallel process group, or None.
     """
     difference = torch.cat([(o - m).abs() for o, m in zip(old, rollout)])
     mask = torch.cat(list(masks))

@@ -47,13 +47,12 @@ from slime_like.validation import require_ids, require_shape
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """Result of the correction. keep_mask: [T] bool, True at inactive tokens; None if no correction
-    is on. importance_weights: [T], 1 at inactive or rejected tokens; None without importance
-    sampling. metrics: typed, over the original mask, with equal names on all ranks."""
+    """Result of the correction."""
 
-    keep_mask: Tensor | None
+    keep_mask: Tensor | None  # [T] bool, True at inactive tokens; None if no correction is on
+    # [T], 1 at inactive or rejected tokens; None without importance sampling
     importance_weights: Tensor | None
-    metrics: Mapping[str, Metric]
+    metrics: Mapping[str, Metric]  # typed, over the original mask, with equal names on all ranks
 
 
 def off_policy_correction(

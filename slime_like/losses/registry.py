@@ -15,17 +15,15 @@ Correction = Literal["outer", "internal", "masks", "forbidden"]
 
 @dataclass(frozen=True, slots=True)
 class PolicyLoss:
-    """A registered loss.
-
-    correction: who applies the off-policy correction: "outer" (losses/total.py), "internal" (the
-    loss), "masks" (losses/total.py, but importance weights are rejected, because the loss's ratio
-    is to the rollout engine already) or "forbidden".
-    """
+    """A registered loss."""
 
     name: str
     config_type: type  # dataclass of its settings, declared with `slime_like.config.arg`
     fn: Callable[[LossInputs, Any], PolicyLossOutput]
     needs: frozenset[str]  # required fields of `LossInputs`
+    # who applies the off-policy correction: "outer" (losses/total.py), "internal" (the loss),
+    # "masks" (losses/total.py, but importance weights are rejected, because the loss's ratio is to
+    # the rollout engine already) or "forbidden"
     correction: Correction = "outer"
     recommended_reductions: tuple[str, ...] = ()  # others cause a warning; empty: any
     required_reductions: tuple[str, ...] = ()

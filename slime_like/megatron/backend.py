@@ -69,12 +69,11 @@ class LogProbOutput:
 
 @dataclass(frozen=True, slots=True)
 class PendingStep:
-    """Result of forward and backward, before the optimizer step. log_probs: of the samples, with
-    `TrainBatch.old_is_current`."""
+    """Result of forward and backward, before the optimizer step."""
 
     metrics: dict[str, float]
     network: TrainedNetwork
-    log_probs: Sequence[LogProbOutput] = ()
+    log_probs: Sequence[LogProbOutput] = ()  # of the samples, with `TrainBatch.old_is_current`
 
 
 class WeightReceiver(Protocol):

@@ -70,8 +70,12 @@ class NetworkSettings:
     def training(
         self, *, total_steps: int, optimizer: OptimizerConfig | None = None
     ) -> TrainingSettings:
-        """The keyword arguments of a `TrainedNetwork`. total_steps: length of the schedule.
-        optimizer: overrides that of these settings."""
+        """The keyword arguments of a `TrainedNetwork`.
+
+        Args:
+            total_steps: Length of the schedule.
+            optimizer: Overrides that of these settings.
+        """
         return TrainingSettings(
             ddp=self.ddp,
             optimizer=self.optimizer if optimizer is None else optimizer,
@@ -106,8 +110,12 @@ def make_policy(
     config: RunConfig, layout: ParallelLayout, hf: HfModel | None, *, total_steps: int
 ) -> Network:
     """The policy with the weights of --hf-checkpoint, if given; a reward model starts with a zero
-    head. hf: the parsed config.json. total_steps: optimizer steps of the whole run; the first may
-    train the critic only."""
+    head.
+
+    Args:
+        hf: The parsed config.json.
+        total_steps: Optimizer steps of the whole run; the first may train the critic only.
+    """
     critic_only_rollouts = config.critic.num_critic_only_steps
     critic_only = critic_only_rollouts * (config.algorithm.num_steps_per_rollout or 1)
     settings = network_settings(config)

@@ -30,13 +30,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class FrozenParameters:
-    """Regular expressions, searched in parameter names. only: patterns of trained parameters.
-    others: patterns of frozen ones, if `only` is empty. tied: embedding and output layer share a
-    weight."""
+    """Regular expressions, searched in parameter names."""
 
-    only: tuple[str, ...]
-    others: tuple[str, ...]
-    tied: bool
+    only: tuple[str, ...]  # patterns of trained parameters
+    others: tuple[str, ...]  # patterns of frozen ones, if `only` is empty
+    tied: bool  # embedding and output layer share a weight
 
     @classmethod
     def of(

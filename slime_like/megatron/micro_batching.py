@@ -31,14 +31,12 @@ def work_per_token(config: TransformerConfig, vocab_size: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchSize:
-    """Size of micro-batches. samples: per micro-batch, used if tokens is None. tokens: maximum per
-    micro-batch, over all context-parallel ranks. equal_sequences: pad the sequences of a
-    micro-batch to its longest. together: number of adjacent samples that must stay in one
-    micro-batch; divides samples."""
+    """Size of micro-batches."""
 
-    samples: int
-    tokens: int | None
-    equal_sequences: bool = False
+    samples: int  # per micro-batch, used if tokens is None
+    tokens: int | None  # maximum per micro-batch, over all context-parallel ranks
+    equal_sequences: bool = False  # pad the sequences of a micro-batch to its longest
+    # number of adjacent samples that must stay in one micro-batch; divides samples
     together: int = 1
 
 

@@ -52,35 +52,29 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PassOutput:
-    """Result of a forward (and backward) pass over samples on this rank.
+    """Result of a forward (and backward) pass over samples on this rank."""
 
-    columns: for each column of the computation, the response values [R] per sample, in the order of
-    the samples, on the host of every pipeline stage and context-parallel rank. metrics: of the
-    computation, on the last pipeline stage, not reduced. packing: packing metrics of a training
-    pass. routed_experts: [L, MoE layers of this stage, topk] int16 per sample, if recorded.
-    """
-
+    # for each column of the computation, the response values [R] per sample, in the order of the
+    # samples, on the host of every pipeline stage and context-parallel rank
     columns: list[list[Tensor]]
-    metrics: MetricAccumulator
+    metrics: MetricAccumulator  # of the computation, on the last pipeline stage, not reduced
     num_micro_batches: int
+    # packing metrics of a training pass
     packing: Mapping[str, Metric] = field(default_factory=dict)
+    # [L, MoE layers of this stage, topk] int16 per sample, if recorded
     routed_experts: list[Tensor] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class SelectionSeed:
-    """Seed of losses that select tokens at random. step: optimizer step of the pass."""
+    """Seed of losses that select tokens at random."""
 
     seed: int
-    step: int
+    step: int  # optimizer step of the pass
 
 
 class Network:
-    """The chunks of one model on this rank.
-
-    chunks: megatron-core's bare modules, used to read, write and save weights. modules: the same in
-    the wrappers to call them: model precision and, for a trained network, gradient buffers.
-    """
+    """The chunks of one model on this rank."""
 
     def __init__(
         self,
@@ -99,9 +93,12 @@ class Network:
         self.layout = layout
         self.device = device_of_this_process()
         with layout.activate():
+            # megatron-core's bare modules, used to read, write and save weights
             self.chunks = build_chunks(
                 self.config, gpt, transformer_impl, layout, value_head=value_head
             )
+            # the same in the wrappers to call them: model precision and, for a trained network,
+            # gradient buffers
             self.modules: list[MegatronModule] = to_model_precision(self.chunks, self.config)
 
     @with_layout_active

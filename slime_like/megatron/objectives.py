@@ -23,13 +23,12 @@ from slime_like.types import MicroBatch, TokenOutput
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """The training objective: policy loss, its settings, and the weights of KL and entropy terms.
-    importance_level: see `LossInputs`."""
+    """The training objective: policy loss, its settings, and weights of KL and entropy terms."""
 
     policy_loss: PolicyLoss
     policy_config: object
     terms: LossTerms
-    importance_level: str = "token"
+    importance_level: str = "token"  # see `LossInputs`
 
     def compute(self, inputs: LossInputs) -> LossOutput:
         return total_loss(inputs, self.policy_loss, self.policy_config, self.terms)
@@ -41,14 +40,13 @@ TokenLoss = Callable[[torch.nn.Module, MicroBatch, Tensor], tuple[Tensor, Mappin
 
 @dataclass(frozen=True, slots=True)
 class PolicyObjective:
-    """Computes an `Objective` from the head's log-probs. old_is_current: see `TrainBatch`;
-    log-probs and entropies are then returned as columns. prediction: an additional loss
-    (prediction_loss.py)."""
+    """Computes an `Objective` from the head's log-probs."""
 
     head: LogProbHead
     objective: Objective
+    # see `TrainBatch`; log-probs and entropies are then returned as columns
     old_is_current: bool = False
-    prediction: TokenLoss | None = None
+    prediction: TokenLoss | None = None  # an additional loss (prediction_loss.py)
 
     def __call__(self, model: torch.nn.Module, batch: MicroBatch, hidden: Tensor) -> TokenOutput:
         """Loss and metrics of one micro-batch, as unscaled sums."""

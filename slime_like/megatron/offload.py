@@ -100,13 +100,12 @@ def _aligned_bytes(tensor: Tensor) -> int:
 
 class OffloadedNetwork:
     """A network that is offloaded to host memory and unusable until `restore`. On the CPU, storage
-    shared with numpy (after writing a checkpoint) cannot be freed and stays.
-
-    nbytes: bytes freed. spare: reusable host buffers by size."""
+    shared with numpy (after writing a checkpoint) cannot be freed and stays."""
 
     def __init__(
         self, network: TrainedNetwork, spare: dict[int, list[Tensor]] | None = None
     ) -> None:
+        """spare: reusable host buffers by size."""
         network.finish_updates()
         self._stored: list[tuple[torch.UntypedStorage, Tensor]] = []
         self._spare = spare
@@ -121,7 +120,7 @@ class OffloadedNetwork:
             self._stored.append((storage, copy.copy_(bytes_of(storage))))
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        self.nbytes = sum(copy.numel() for _, copy in self._stored)
+        self.nbytes = sum(copy.numel() for _, copy in self._stored)  # freed
         for storage, _ in self._stored:
             storage.resize_(0)
 

@@ -101,16 +101,14 @@ def keep_schedule_limits(optimizer: MegatronOptimizer) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class AdamStep:
-    """Caller-defined settings of one optimizer step, instead of a schedule. max_norm: gradient
-    clipping by global L2 norm, 0 for none. weight_decay: decoupled; not applied to biases and
-    norms, as in Megatron."""
+    """Caller-defined settings of one optimizer step, instead of a schedule."""
 
     learning_rate: float
     beta1: float
     beta2: float
     eps: float
-    weight_decay: float
-    max_norm: float
+    weight_decay: float  # decoupled; not applied to biases and norms, as in Megatron
+    max_norm: float  # gradient clipping by global L2 norm, 0 for none
 
 
 def set_adam(optimizer: MegatronOptimizer, adam: AdamStep) -> None:

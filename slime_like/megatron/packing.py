@@ -37,10 +37,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class MicroBatches:
-    """Micro-batches of samples. rows: sample indices of each micro-batch. groups: these samples; an
-    empty micro-batch has one sample without tokens."""
+    """Micro-batches of samples."""
 
-    rows: list[list[int]]
+    rows: list[list[int]]  # sample indices of each micro-batch
+    # these samples; an empty micro-batch has one sample without tokens
     groups: list[list[TrainSample]]
 
     def restore_order(self, values: Sequence[T]) -> list[T]:

@@ -22,12 +22,11 @@ from slime_like.types import MicroBatch
 @dataclass(frozen=True, slots=True)
 class PredictionLoss:
     """The loss of each layer is the cross-entropy of the tokens that the policy is trained on, with
-    the same token weights and temperature. factor: weight of the mean over layers. soft: use the
-    policy's distribution as target instead of the token."""
+    the same token weights and temperature."""
 
     head: LogProbHead
-    factor: float
-    soft: bool = False
+    factor: float  # weight of the mean over layers
+    soft: bool = False  # use the policy's distribution as target instead of the token
 
     def __call__(
         self, model: torch.nn.Module, batch: MicroBatch, hidden: Tensor

@@ -12,12 +12,11 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class RandomStates:
-    """A copy of all random states. cuda: of this process's device, or None. tracked: those of
-    megatron-core's tracker, by name."""
+    """A copy of all random states."""
 
     host: Tensor
-    cuda: Tensor | None
-    tracked: dict[str, Tensor]
+    cuda: Tensor | None  # of this process's device, or None
+    tracked: dict[str, Tensor]  # those of megatron-core's tracker, by name
 
     @classmethod
     def now(cls) -> RandomStates:

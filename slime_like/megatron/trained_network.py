@@ -57,9 +57,9 @@ def no_op() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Gradients:
-    """State of the gradient buffers. expert_biases: copies made before accumulation started."""
+    """State of the gradient buffers."""
 
-    expert_biases: Sequence[Tensor] = ()
+    expert_biases: Sequence[Tensor] = ()  # copies made before accumulation started
     accumulated: bool = False
     reduced: bool = False
 
@@ -86,7 +86,11 @@ class TrainedNetwork(Network):
         value_head: bool = False,
         frozen: FrozenParameters | None = None,
     ) -> None:
-        """total_steps: optimizer steps of the run. frozen: the parameters that are not trained."""
+        """
+        Args:
+            total_steps: Optimizer steps of the run.
+            frozen: The parameters that are not trained.
+        """
         super().__init__(transformer, gpt, transformer_impl, layout, value_head=value_head)
         if frozen is not None:
             frozen.apply(self.chunks, self.config, layout)

@@ -37,10 +37,13 @@ class MetricsLogger:
     with step < start_step are kept, and later ones dropped, since they are written again. A
     truncated last line is dropped as well.
 
-    tensorboard_dir: None writes no TensorBoard files. last: metrics of step start_step - 1 from its
-    checkpoint (`to_json`); they are written now if the process was killed after saving the
-    checkpoint and before writing the line. trackers: receive the same metrics. Raises ValueError
-    with file and line for a damaged metrics.jsonl.
+    Raises ValueError with file and line for a damaged metrics.jsonl.
+
+    Args:
+        tensorboard_dir: None writes no TensorBoard files.
+        last: Metrics of step start_step - 1 from its checkpoint (`to_json`); they are written now
+            if the process was killed after saving the checkpoint and before writing the line.
+        trackers: Receive the same metrics.
     """
 
     def __init__(

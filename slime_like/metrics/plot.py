@@ -54,15 +54,15 @@ Points = list[tuple[int, float]]  # (rollout, value)
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One plot. curves: (label, metric, colour); metrics that were never logged are skipped, and so
-    are panels without curves. band: metric of a standard deviation, drawn around the first curve.
-    is_share: values between 0 and 1, with both on the axis."""
+    """One plot."""
 
     title: str
+    # (label, metric, colour); metrics that were never logged are skipped, and so are panels without
+    # curves
     curves: tuple[tuple[str, str, str], ...]
     log_scale: bool = False
-    band: str | None = None
-    is_share: bool = False
+    band: str | None = None  # metric of a standard deviation, drawn around the first curve
+    is_share: bool = False  # values between 0 and 1, with both on the axis
 
 
 PANELS = (

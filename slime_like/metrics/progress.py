@@ -39,15 +39,16 @@ _COLUMNS = (
 class Progress:
     """Times the phases of every rollout on every rank, and shows them if `show` (rank 0).
 
-    plain: print lines instead of the live display; always the case if stdout is not a terminal.
-    log_interval: rollouts between two plain lines; the last rollout always has one. on_phase:
-    called with every phase that begins, and at the start of the time after it.
-
         with Progress(num_rollouts, show=rank == 0) as progress:
             for step in range(num_rollouts):
                 with progress.phase("generate"): ...
                 metrics |= progress.take_seconds()
                 progress.rollout_done(step, metrics)
+
+    Args:
+        plain: Print lines instead of the live display; always the case if stdout is not a terminal.
+        log_interval: Rollouts between two plain lines; the last rollout always has one.
+        on_phase: Called with every phase that begins, and at the start of the time after it.
     """
 
     def __init__(

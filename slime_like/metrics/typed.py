@@ -19,11 +19,12 @@ Kind = Literal["mean", "std", "sum", "min", "max"]
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A partial value with its reduction. value, count, square: 0-d float tensors. A mean is
-    value/count over all ranks and micro-batches; std is the population standard deviation, from
-    value, count and the float64 sum of squares. count and square are None for other kinds."""
+    """A partial value with its reduction."""
 
     kind: Kind
+    # value, count, square: 0-d float tensors. A mean is value/count over all ranks and
+    # micro-batches; std is the population standard deviation, from value, count and the float64 sum
+    # of squares. count and square are None for other kinds
     value: Tensor
     count: Tensor | None = None
     square: Tensor | None = None

@@ -31,22 +31,20 @@ LENGTHS = "--preflight-lengths"
 
 @dataclass(frozen=True, slots=True)
 class PlannedBatches:
-    """Micro-batches of one optimizer step. longest, mean: tokens of a sample. samples: number in
-    the step. number: micro-batches on every data-parallel rank. tokens: capacity of the largest
-    micro-batch, over all context-parallel ranks. used: filled share of the token budget, of
-    `budget` tokens over all context-parallel ranks; both None without one. imbalance: work of the
-    busiest data-parallel rank divided by the mean. prompts: source of the prompt lengths."""
+    """Micro-batches of one optimizer step."""
 
-    longest: int
-    mean: float
-    samples: int
+    longest: int  # tokens of a sample
+    mean: float  # tokens of a sample
+    samples: int  # number in the step
     steps: int
-    number: int
-    tokens: int
+    number: int  # micro-batches on every data-parallel rank
+    tokens: int  # capacity of the largest micro-batch, over all context-parallel ranks
+    # filled share of the token budget, of `budget` tokens over all context-parallel ranks; both
+    # None without one
     used: float | None
     budget: int | None
-    imbalance: float
-    prompts: str
+    imbalance: float  # work of the busiest data-parallel rank divided by the mean
+    prompts: str  # source of the prompt lengths
 
 
 def batches_of(config: RunConfig) -> PlannedBatches:

@@ -24,13 +24,13 @@ NAMES = {  # names of torch's operators
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """One kind of collective. bytes: size of one rank's buffers for it, per optimizer step."""
+    """One kind of collective."""
 
     name: str
     dimension: str
     ranks: int
     calls: int
-    bytes: int
+    bytes: int  # size of one rank's buffers for it, per optimizer step
 
 
 def collectives_of_step(
@@ -84,16 +84,15 @@ def bubble(config: RunConfig, batches: PlannedBatches) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Planes:
-    """Data volumes outside of training steps. samples: bytes of a full rollout; index: bytes of its
-    metadata, which every rank has. share: of one data-parallel rank. weights, messages: bytes and
-    number of messages of a weight update. checkpoint: bytes on disk."""
+    """Data volumes outside of training steps."""
 
-    samples: int
-    index: int
-    share: int
+    samples: int  # bytes of a full rollout
+    index: int  # bytes of its metadata, which every rank has
+    share: int  # of one data-parallel rank
+    # weights, messages: bytes and number of messages of a weight update
     weights: int
     messages: int
-    checkpoint: int
+    checkpoint: int  # bytes on disk
 
 
 def planes(config: RunConfig, shape: ModelShape, batches: PlannedBatches) -> Planes:

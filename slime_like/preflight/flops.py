@@ -40,19 +40,14 @@ PEAK_TFLOPS = {
 
 @dataclass(frozen=True, slots=True)
 class ForwardFlops:
-    """FLOPs of a forward pass through all layers.
+    """FLOPs of a forward pass through all layers. Indexers of sparse attention, which have no
+    backward pass, are not counted."""
 
-    matrices: per token, in matrix products with weights. mixing: per token, in delta nets between
-    their projections. pair: per pair of tokens in attention. head: of the output layer, per token.
-    windowed: like pair, for layers that attend to at most `window` tokens. Indexers of sparse
-    attention, which have no backward pass, are not counted.
-    """
-
-    matrices: float
-    mixing: float
-    pair: float
-    head: float
-    windowed: float = 0.0
+    matrices: float  # per token, in matrix products with weights
+    mixing: float  # per token, in delta nets between their projections
+    pair: float  # per pair of tokens in attention
+    head: float  # of the output layer, per token
+    windowed: float = 0.0  # like pair, for layers that attend to at most `window` tokens
     window: int = 0
 
     def of_sequences(self, lengths: Iterable[int]) -> tuple[float, float]:

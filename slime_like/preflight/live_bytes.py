@@ -18,22 +18,24 @@ from torch.utils._pytree import tree_iter
 
 @dataclass(slots=True)
 class MemoryTraffic:
-    """One kind of collective in one group. calls: their number. bytes: the larger of a rank's input
-    and output, summed over calls."""
+    """One kind of collective in one group."""
 
-    calls: int = 0
-    bytes: int = 0
+    calls: int = 0  # their number
+    bytes: int = 0  # the larger of a rank's input and output, summed over calls
 
 
 class LiveBytes(TorchDispatchMode):
-    """Dispatch mode that tracks memory and communication. now, peak: bytes of live storages that
-    were created in this mode. traffic: by (collective, name of the group)."""
+    """Dispatch mode that tracks memory and communication."""
 
     def __init__(self, groups: Mapping[int, str] | None = None, topk: int = 0) -> None:
-        """groups: id of a process group -> its name in `traffic`; see `group_key`. topk: experts
-        per token, since a router on the meta device cannot choose."""
+        """
+        Args:
+            groups: Id of a process group -> its name in `traffic`; see `group_key`.
+            topk: Experts per token, since a router on the meta device cannot choose.
+        """
         super().__init__()
-        self.now = self.peak = 0
+        self.now = self.peak = 0  # bytes of live storages that were created in this mode
+        # by (collective, name of the group)
         self.traffic: dict[tuple[str, str], MemoryTraffic] = defaultdict(MemoryTraffic)
         self._groups = groups or {}
         self._tracked: set[int] = set()

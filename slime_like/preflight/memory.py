@@ -42,23 +42,21 @@ GENERATION = "generation"
 
 @dataclass(frozen=True, slots=True)
 class RankReport:
-    """Memory and communication of a rank. phases: device memory in bytes, by phase and component.
-    host: bytes in host memory. passes: of one micro-batch. reduced: bytes of gradients, and of the
-    weights in such buffers, by the dimension over which they are reduced. in_flight: maximum number
-    of micro-batches held at once by the schedule. parameters: number on this rank, with
-    embeddings."""
+    """Memory and communication of a rank."""
 
     rank: int
     stage: int
     layers: int
     layout: str
-    parameters: int
-    phases: Mapping[str, Mapping[str, int]]
-    host: Mapping[str, int]
-    in_flight: float
-    passes: Passes
+    parameters: int  # number on this rank, with embeddings
+    phases: Mapping[str, Mapping[str, int]]  # device memory in bytes, by phase and component
+    host: Mapping[str, int]  # bytes in host memory
+    in_flight: float  # maximum number of micro-batches held at once by the schedule
+    passes: Passes  # of one micro-batch
     state: Mapping[str, int] = field(default_factory=dict)
     group_sizes: Mapping[str, int] = field(default_factory=dict)
+    # bytes of gradients, and of the weights in such buffers, by the dimension over which they are
+    # reduced
     reduced: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     @property

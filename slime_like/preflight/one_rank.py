@@ -30,15 +30,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class OneRank:
-    """The networks of one rank on the meta device. chunks: of its pipeline stage. modules: the
-    chunks in the model's precision, with gradient buffers if trained. config: megatron-core's, from
-    `planned_config`."""
+    """The networks of one rank on the meta device."""
 
     layout: ParallelLayout
-    config: TransformerConfig
+    config: TransformerConfig  # megatron-core's, from `planned_config`
     gpt: GPTModelConfig
     megatron: MegatronConfigs
-    chunks: list[MegatronModule]
+    chunks: list[MegatronModule]  # of its pipeline stage
+    # the chunks in the model's precision, with gradient buffers if trained
     modules: list[MegatronModule]
     trained: bool
 
@@ -88,8 +87,13 @@ def build_rank(
     value_head: bool = False,
     frozen: FrozenParameters | None = None,
 ) -> OneRank:
-    """Build the networks. gpu: the run has Transformer Engine's kernels. trained: with gradient
-    buffers. frozen: parameters without gradients."""
+    """Build the networks.
+
+    Args:
+        gpu: The run has Transformer Engine's kernels.
+        trained: With gradient buffers.
+        frozen: Parameters without gradients.
+    """
     config = planned_config(megatron.transformer, gpu=gpu)
     with OnMeta():
         chunks = build_chunks(config, gpt, "local", layout, value_head=value_head)
@@ -120,16 +124,13 @@ def gradient_bytes(rank: OneRank) -> int:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerBytes:
-    """Optimizer memory. main: fp32 copies of parameters with a narrower dtype. moments: of Adam or
-    Muon. host: bytes that --optimizer-cpu-offload keeps off the device. step: temporary memory
-    during a step, in addition to the gradient buffers. elements: parameters that this rank
-    updates."""
+    """Optimizer memory."""
 
-    main: int = 0
-    moments: int = 0
-    host: int = 0
-    step: int = 0
-    elements: int = 0
+    main: int = 0  # fp32 copies of parameters with a narrower dtype
+    moments: int = 0  # of Adam or Muon
+    host: int = 0  # bytes that --optimizer-cpu-offload keeps off the device
+    step: int = 0  # temporary memory during a step, in addition to the gradient buffers
+    elements: int = 0  # parameters that this rank updates
 
     @property
     def device(self) -> int:

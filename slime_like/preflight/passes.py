@@ -29,14 +29,12 @@ from slime_like.preflight.one_rank import OneRank
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """Costs of one micro-batch. kept: bytes stored between its forward and its backward pass. peak:
-    maximum live bytes in either pass, including kept. traffic: of both passes, by (collective,
-    dimension)."""
+    """Costs of one micro-batch."""
 
     tokens: int
-    kept: int
-    peak: int
-    traffic: Mapping[tuple[str, str], MemoryTraffic]
+    kept: int  # bytes stored between its forward and its backward pass
+    peak: int  # maximum live bytes in either pass, including kept
+    traffic: Mapping[tuple[str, str], MemoryTraffic]  # of both passes, by (collective, dimension)
 
     def extrapolate(self, larger: Passes, smaller: Passes, times: float) -> Passes:
         """Add `times` the difference of two others, which must have the same working set."""

@@ -21,22 +21,20 @@ REACHED = 0.4  # share of peak FLOP/s that a well-configured training step reach
 
 @dataclass(frozen=True, slots=True)
 class Preflight:
-    """Result of the preflight. collectives: of the first rank. flops: of an optimizer step, over
-    all devices. advice: flags, if a rank does not fit. seconds, cpu_s, host_bytes: cost of the
-    preflight itself."""
+    """Result of the preflight."""
 
     config: RunConfig
     shape: ModelShape
     ranks: Sequence[RankReport]
     batches: PlannedBatches
-    collectives: Sequence[Collective]
+    collectives: Sequence[Collective]  # of the first rank
     bubble: float
-    flops: float
+    flops: float  # of an optimizer step, over all devices
     planes: Planes
-    advice: Sequence[str]
-    seconds: float
-    cpu_s: float
-    host_bytes: int
+    advice: Sequence[str]  # flags, if a rank does not fit
+    seconds: float  # cost of the preflight itself
+    cpu_s: float  # cost of the preflight itself
+    host_bytes: int  # cost of the preflight itself
 
     @property
     def heaviest(self) -> RankReport:

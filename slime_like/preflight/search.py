@@ -61,10 +61,10 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A layout that fits. seconds: of an optimizer step, by the cost model."""
+    """A layout that fits."""
 
     layout: Layout
-    seconds: float
+    seconds: float  # of an optimizer step, by the cost model
     bubble: float
     preflight: Preflight
 

@@ -15,22 +15,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Parameter counts. attention: of a layer's attention and norms. delta: of a delta net and
-    norms. dense: of a dense MLP. shared: of an MoE layer without its experts. expert: of one
-    expert. vocabulary: of the embedding matrix. experts: whether each layer is an MoE layer.
-    active: all parameters that one token uses in matrix products."""
+    """Parameter counts."""
 
-    attention: int
-    dense: int
-    shared: int
-    expert: int
-    vocabulary: int
+    attention: int  # of a layer's attention and norms
+    dense: int  # of a dense MLP
+    shared: int  # of an MoE layer without its experts
+    expert: int  # of one expert
+    vocabulary: int  # of the embedding matrix
     num_experts: int
     topk: int
-    experts: tuple[bool, ...]
+    experts: tuple[bool, ...]  # whether each layer is an MoE layer
     tied: bool
     hidden: int
-    delta: int = 0
+    delta: int = 0  # of a delta net and norms
     delta_nets: int = 0  # number of layers with a delta net instead of attention
 
     @property

@@ -33,11 +33,11 @@ PART = 0.2  # share of a run, at its start and its end, that is compared
 
 @dataclass(frozen=True, slots=True)
 class Alert:
-    """An alert. level: "error" or "warning". metric: the metric that shows it; "" for none."""
+    """An alert."""
 
-    level: str
+    level: str  # "error" or "warning"
     text: str
-    metric: str = ""
+    metric: str = ""  # the metric that shows it; "" for none
 
 
 def alerts(run: Run) -> list[dict[str, str]]:

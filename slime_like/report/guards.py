@@ -15,17 +15,16 @@ LIMIT = "rollout/log_prob_gate_limit"
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """A numeric guard on the page. metrics: the values that it limits; the worst is shown. counter:
-    metric that is above 0 (for a total: rises) in a rollout with a breach; without one, metrics are
-    compared with the limit. limit: a number, a flag, or a metric. ended: pattern of the error
-    message if the guard ended the run."""
+    """A numeric guard on the page."""
 
     name: str
-    metrics: tuple[str, ...]
-    limit: float | str | None = None
+    metrics: tuple[str, ...]  # the values that it limits; the worst is shown
+    limit: float | str | None = None  # a number, a flag, or a metric
+    # metric that is above 0 (for a total: rises) in a rollout with a breach; without one, metrics
+    # are compared with the limit
     counter: str = ""
     total: bool = False
-    ended: str = ""
+    ended: str = ""  # pattern of the error message if the guard ended the run
 
 
 _DIFFERENCE = "rollout/train_rollout_log_prob_diff"
@@ -87,18 +86,16 @@ GUARDS = (
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """State of a guard in one run. state: "held", "did not hold", "ended the run" or "not looked
-    at". metric: the one with the `highest` value. rollouts: number in which it was evaluated.
-    breaches: number of those in which it did not hold."""
+    """State of a guard in one run."""
 
     name: str
-    state: str
-    metric: str = ""
+    state: str  # "held", "did not hold", "ended the run" or "not looked at"
+    metric: str = ""  # the one with the `highest` value
     limit: float | None = None
     last: float | None = None
     highest: float | None = None
-    rollouts: int = 0
-    breaches: int = 0
+    rollouts: int = 0  # number in which it was evaluated
+    breaches: int = 0  # number of those in which it did not hold
 
 
 def guards(run: Run) -> list[dict[str, object]]:

@@ -27,21 +27,19 @@ PROFILE = "profile"
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Data of one run.
-
-    rows: of metrics.jsonl. record: of run.json; empty for a run of an earlier version. timeline: by
-    rank, ``[phase, begin, seconds, CPU seconds]``. log: lines of run.log and error.txt. stacks: by
-    rank, the end of the output of `slime-like dump`. profile: names of traces and snapshots.
-    """
+    """Data of one run."""
 
     folder: Path
     name: str
-    rows: list[dict[str, float]]
+    rows: list[dict[str, float]]  # of metrics.jsonl
+    # of run.json; empty for a run of an earlier version
     record: Mapping[str, Any] = field(default_factory=dict)
+    # by rank, ``[phase, begin, seconds, CPU seconds]``
     timeline: Mapping[int, list[list[Any]]] = field(default_factory=dict)
-    log: tuple[str, ...] = ()
+    log: tuple[str, ...] = ()  # lines of run.log and error.txt
+    # by rank, the end of the output of `slime-like dump`
     stacks: Mapping[int, str] = field(default_factory=dict)
-    profile: tuple[str, ...] = ()
+    profile: tuple[str, ...] = ()  # names of traces and snapshots
 
     def series(self, metric: str) -> list[tuple[int, float]]:
         return [(int(row["step"]), row[metric]) for row in self.rows if metric in row]

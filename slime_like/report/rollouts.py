@@ -37,15 +37,13 @@ FIELDS = {
 
 @dataclass(slots=True)
 class Samples:
-    """Samples for the page. columns: of the list, [N] each. prompts: texts, indexed by
-    `columns["prompt"]`. details: by sample, see `_details`. vocabularies: by run and token.
-    left_out: number of samples beyond the limit."""
+    """Samples for the page."""
 
-    columns: dict[str, list[Any]] = field(default_factory=dict)
-    prompts: list[str] = field(default_factory=list)
-    details: list[dict[str, object]] = field(default_factory=list)
-    vocabularies: list[dict[str, str]] = field(default_factory=list)
-    left_out: int = 0
+    columns: dict[str, list[Any]] = field(default_factory=dict)  # of the list, [N] each
+    prompts: list[str] = field(default_factory=list)  # texts, indexed by `columns["prompt"]`
+    details: list[dict[str, object]] = field(default_factory=list)  # by sample, see `_details`
+    vocabularies: list[dict[str, str]] = field(default_factory=list)  # by run and token
+    left_out: int = 0  # number of samples beyond the limit
     problems: list[str] = field(default_factory=list)
 
 

@@ -33,8 +33,11 @@ class ReportServer(ThreadingHTTPServer):
         make_data: Callable[[bool], object],
         state: Callable[[], str],
     ) -> None:
-        """make_data: called with whether to include the timeline. state: fingerprint of the runs'
-        files, which changes when they do."""
+        """
+        Args:
+            make_data: Called with whether to include the timeline.
+            state: Fingerprint of the runs' files, which changes when they do.
+        """
         super().__init__((HOST, port), _Handler)
         self.make_page = make_page
         self.make_data = make_data

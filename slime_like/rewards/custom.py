@@ -14,8 +14,7 @@ from slime_like.function_args import NO_SETTINGS, FunctionArgs
 
 @dataclass(frozen=True)
 class RewardArgs:
-    """Read-only settings, the first argument of a custom function, named as the flags. settings: of
-    the whole run; those of the reward may be an evaluation set's."""
+    """Read-only settings, the first argument of a custom function, named as the flags."""
 
     rm_type: str | None = None
     custom_rm_path: str | None = None
@@ -24,6 +23,7 @@ class RewardArgs:
     max_abs_reward: float = 1e6
     group_rm: bool = False
     rm_url: str | None = None
+    # of the whole run; those of the reward may be an evaluation set's
     settings: FunctionArgs = NO_SETTINGS
 
     def __getattr__(self, name: str) -> Any:

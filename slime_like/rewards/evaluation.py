@@ -92,9 +92,11 @@ class _Refused(BaseException):
 
 
 class _Watch:
-    """State of the audit hook. on: code is checked. refused: some code was rejected."""
+    """State of the audit hook."""
 
-    on = refused = hooked = False
+    on = False  # code is checked
+    refused = False  # some code was rejected
+    hooked = False
 
 
 def watched(score: Callable[[], Result]) -> Result | None:

@@ -38,22 +38,20 @@ def _no_problem(label: object, metadata: Mapping[str, object]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """A built-in reward.
+    """A built-in reward."""
 
-    score: raises if a sample cannot be scored. problem: cheap; called for every row of a file.
-    inline: does not read the model's text, so it is graded in the calling process; all others are
-    graded in confined workers. bounded: takes time linear in the text and does not read the
-    metadata; a worker gets many texts at once. evaluates: a library may run code in the text,
-    which is checked first (`evaluation.py`). prepare: imports what it needs, before the first
-    sample's deadline starts. library: (import name, distribution) of that; `extra` installs it.
-    """
-
-    score: Score
-    problem: AnswerCheck = _no_problem
+    score: Score  # raises if a sample cannot be scored
+    problem: AnswerCheck = _no_problem  # cheap; called for every row of a file
+    # does not read the model's text, so it is graded in the calling process; all others are graded
+    # in confined workers
     inline: bool = False
+    # takes time linear in the text and does not read the metadata; a worker gets many texts at once
     bounded: bool = False
+    # a library may run code in the text, which is checked first (`evaluation.py`)
     evaluates: bool = False
+    # imports what it needs, before the first sample's deadline starts
     prepare: Callable[[], None] | None = None
+    # (import name, distribution) of that; `extra` installs it
     library: tuple[str, str] | None = None
     extra: str | None = "tasks"
 

@@ -40,22 +40,21 @@ class SandboxError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class SandboxLimits:
-    """Limits of a program. wall_s: deadline. cpu_s: CPU time. memory_mb: address space.
-    output_bytes: of standard output and error together."""
+    """Limits of a program."""
 
-    wall_s: float = 5.0
-    cpu_s: int = 5
-    memory_mb: int = 512
-    output_bytes: int = 2**20
+    wall_s: float = 5.0  # deadline
+    cpu_s: int = 5  # CPU time
+    memory_mb: int = 512  # address space
+    output_bytes: int = 2**20  # of standard output and error together
     open_files: int = 64
 
 
 @dataclass(frozen=True, slots=True)
 class SandboxOutcome:
-    """Result of a program. status: "ok" (it ended by itself, and the check passed), "error"
-    (exception or nonzero exit), "timeout", "output" (wrote too much), "killed" (by a signal, e.g.
-    for too much CPU time)."""
+    """Result of a program."""
 
+    # "ok" (it ended by itself, and the check passed), "error" (exception or nonzero exit),
+    # "timeout", "output" (wrote too much), "killed" (by a signal, e.g. for too much CPU time)
     status: Status
     stdout: str
     stderr: str

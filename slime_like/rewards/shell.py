@@ -35,28 +35,27 @@ Status = Literal["ok", "timeout", "files"]
 
 @dataclass(frozen=True, slots=True)
 class ShellLimits:
-    """Limits of commands. wall_s: deadline of a command. cpu_s: CPU time per process. memory_mb:
-    address space per process. files_mb: of all files. output_bytes: amount of a command's output
-    that is kept, from its start and its end. processes: number at a time."""
+    """Limits of commands."""
 
-    wall_s: float = 30.0
-    cpu_s: int = 30
-    memory_mb: int = 512
-    files_mb: int = 16
+    wall_s: float = 30.0  # deadline of a command
+    cpu_s: int = 30  # CPU time per process
+    memory_mb: int = 512  # address space per process
+    files_mb: int = 16  # of all files
+    # amount of a command's output that is kept, from its start and its end
     output_bytes: int = 8192
     open_files: int = 128
-    processes: int = 16
+    processes: int = 16  # number at a time
 
 
 @dataclass(frozen=True, slots=True)
 class ShellOutcome:
-    """Result of a command. status: "ok" (the command ended), "timeout", "files" (over their size
-    limit; all changes of the command are dropped). exit_status: as in a shell; 124 after a timeout.
-    output: standard output and error."""
+    """Result of a command."""
 
+    # "ok" (the command ended), "timeout", "files" (over their size limit; all changes of the
+    # command are dropped)
     status: Status
-    exit_status: int
-    output: str
+    exit_status: int  # as in a shell; 124 after a timeout
+    output: str  # standard output and error
 
 
 def problem() -> str | None:

@@ -48,16 +48,13 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What a worker prepares: args.custom_rm_path if set, otherwise the named rewards.
-
-    missing: result of `confinement.missing` in the process that starts the workers. modules: user
-    modules that define some of the named rewards.
-    """
+    """What a worker prepares: args.custom_rm_path if set, otherwise the named rewards."""
 
     args: RewardArgs
     rm_types: tuple[str, ...]
+    # result of `confinement.missing` in the process that starts the workers
     missing: dict[str, str] = field(default_factory=dict)
-    modules: tuple[str, ...] = ()
+    modules: tuple[str, ...] = ()  # user modules that define some of the named rewards
 
     @property
     def confined(self) -> bool:

@@ -70,32 +70,26 @@ Text = tuple[str, object, dict[str, object]]  # response, label, metadata
 
 
 class Answer(TypedDict, total=False):
-    """Result of a job: `value`, perhaps with `details` and `tokens`; or why there is none.
+    """Result of a job: `value`, perhaps with `details` and `tokens`; or why there is none."""
 
-    job: id. values, batch: of a job with several texts; `values` if all are plain numbers. group:
-    one answer per sample. wrong_type: description of a value that is no reward. raised, died: how.
-    refused: why the text is not scored. spent: CPU seconds of the worker until its timeout. unfit:
-    why an answer is scored like an empty one (`Grader`). ready, failed: of the worker's start.
-    last: the worker ends after this answer.
-    """
-
-    job: int
+    job: int  # id
     value: float | None
     details: dict[str, float]
     tokens: list[float]
+    # values, batch: of a job with several texts; `values` if all are plain numbers
     values: list[float]
     batch: list[Answer]
-    group: list[Answer]
-    wrong_type: str
-    raised: str
+    group: list[Answer]  # one answer per sample
+    wrong_type: str  # description of a value that is no reward
+    raised: str  # the exception, as text
     timeout: bool
-    spent: float
-    died: str
-    refused: str
-    unfit: str
-    ready: int
-    failed: str
-    last: bool
+    spent: float  # CPU seconds of the worker until its timeout
+    died: str  # how the worker ended
+    refused: str  # why the text is not scored
+    unfit: str  # why an answer is scored like an empty one (`Grader`)
+    ready: int  # the worker has started
+    failed: str  # why the worker could not start
+    last: bool  # the worker ends after this answer
 
 
 def to_answer(value: Any, reward_key: str | None) -> Answer:

@@ -70,33 +70,31 @@ class Collected:
 
 @dataclass(slots=True)
 class CollectionStats:
-    """Counts of groups, unless the name states another unit.
+    """Counts of groups, unless the name states another unit."""
 
-    draws: draws of prompts. resumed: groups continued from an earlier rollout. surplus: complete
-    groups beyond the target. lost: unfinished when the target was reached. discarded: by the buffer
-    filter. late: truncated by --rollout-time-limit-s. dropped: by the dynamic filter, by reason.
-    wasted_tokens: sampled and thrown away. masked_tokens: sampled in earlier rollouts and not
-    trained on. drawn_samples: samples of the drawn groups. left_out: graded samples of groups that
-    are dropped or surplus, of which left_out_failed failed. first_failed: the first such group.
-    """
-
-    draws: int = 0
+    draws: int = 0  # draws of prompts
     drawn: int = 0
-    resumed: int = 0
-    surplus: int = 0
-    lost: int = 0
-    discarded: int = 0
-    late: int = 0
-    wasted_tokens: int = 0
-    masked_tokens: int = 0
-    drawn_samples: int = 0
+    resumed: int = 0  # groups continued from an earlier rollout
+    surplus: int = 0  # complete groups beyond the target
+    lost: int = 0  # unfinished when the target was reached
+    discarded: int = 0  # by the buffer filter
+    late: int = 0  # truncated by --rollout-time-limit-s
+    wasted_tokens: int = 0  # sampled and thrown away
+    masked_tokens: int = 0  # sampled in earlier rollouts and not trained on
+    drawn_samples: int = 0  # samples of the drawn groups
+    # graded samples of groups that are dropped or surplus, of which left_out_failed failed
     left_out: int = 0
     left_out_failed: int = 0
-    first_failed: PendingGroup | None = None
-    dropped: Counter[str] = field(default_factory=Counter)
+    first_failed: PendingGroup | None = None  # the first such group
+    dropped: Counter[str] = field(default_factory=Counter)  # by the dynamic filter, by reason
 
     def metrics(self, *, kept: int, waiting: int) -> dict[str, float]:
-        """Metrics to log. kept: groups of this rollout. waiting: groups left for the next."""
+        """Metrics to log.
+
+        Args:
+            kept: Groups of this rollout.
+            waiting: Groups left for the next.
+        """
         counts = {
             "groups_drawn": self.drawn,
             "groups_resumed": self.resumed,

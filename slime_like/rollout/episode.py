@@ -49,11 +49,11 @@ SeedOf = Callable[[int, int], int]  # (sample id, tokens of the response so far)
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One model turn. finish_reason: "stop" (a stop token or string, which is included), "length"
-    or "abort"."""
+    """One model turn."""
 
     text: str
     tokens: tuple[int, ...]
+    # "stop" (a stop token or string, which is included), "length" or "abort"
     finish_reason: FinishReason
 
     @property
@@ -64,25 +64,22 @@ class Turn:
 @dataclass(slots=True)
 class Episode:
     """A response in progress. The function may set `reward`, which replaces the reward function,
-    and add to `metadata`.
-
-    limit: maximum number of response tokens, of model and environment together. tokens, loss_mask,
-    log_probs, weight_versions: one entry for each response token. sampling_mask, routed_experts: as
-    in `GenerateOutput`, up to the last generated token.
-    """
+    and add to `metadata`."""
 
     sample_id: int
     prompt: str
     prompt_tokens: tuple[int, ...]
     label: Any
     metadata: dict[str, Any]
-    limit: int
+    limit: int  # maximum number of response tokens, of model and environment together
     encode: Callable[[str], list[int]]
     evaluation: bool = False
+    # tokens, loss_mask, log_probs, weight_versions: one entry per response token
     tokens: list[int] = field(default_factory=list)
     loss_mask: list[bool] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     weight_versions: list[int] = field(default_factory=list)
+    # sampling_mask, routed_experts: as in `GenerateOutput`, up to the last generated token
     sampling_mask: list[Tensor] | None = None
     routed_experts: Tensor | None = None
     reward: float | None = None
@@ -148,9 +145,12 @@ class Model:
         max_new_tokens: int | None = None,
         temperature: float | None = None,
     ) -> Turn:
-        """Generate a turn, until the model stops or the episode's limit is reached. stop:
-        additional stop strings of this turn. temperature: may only differ from the run's if the
-        turn is not trained on."""
+        """Generate a turn, until the model stops or the episode's limit is reached.
+
+        Args:
+            stop: Additional stop strings of this turn.
+            temperature: May only differ from the run's if the turn is not trained on.
+        """
         room = min(episode.room, max_new_tokens or episode.room)
         if room <= 0:
             episode.last = "length"

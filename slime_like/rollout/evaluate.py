@@ -43,8 +43,11 @@ def reward_of(eval_set: EvalSet, reward: RewardConfig, key: str | None) -> Rewar
 class Evaluator:
     """The evaluation sets of a run, each with its own sampling and perhaps its own reward function.
 
-    prompts: by set name. reward: the run's; a set that names a reward gets a separate grader.
-    reward_key: --eval-reward-key. settings: of the run, for reward functions.
+    Args:
+        prompts: By set name.
+        reward: The run's; a set that names a reward gets a separate grader.
+        reward_key: --eval-reward-key.
+        settings: Of the run, for reward functions.
     """
 
     def __init__(

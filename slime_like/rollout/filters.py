@@ -20,12 +20,11 @@ NO_SPREAD = 1e-6  # reward standard deviation up to which a group gives no advan
 
 @dataclass(slots=True)
 class DynamicFilterOutput:
-    """Result of the dynamic filter. keep: whether to keep the group. reason: short reason for
-    dropping, used in metric names. keep_when_insufficient: keep the group if dropping it would need
-    another draw of prompts."""
+    """Result of the dynamic filter."""
 
-    keep: bool
-    reason: str | None = None
+    keep: bool  # whether to keep the group
+    reason: str | None = None  # short reason for dropping, used in metric names
+    # keep the group if dropping it would need another draw of prompts
     keep_when_insufficient: bool = False
 
 
@@ -34,14 +33,11 @@ KeepGroup = Callable[[Sequence[AnySample]], DynamicFilterOutput]
 
 @dataclass(frozen=True, slots=True)
 class GroupFilters:
-    """The filters of a run; the default keeps every group and sample.
+    """The filters of a run; the default keeps every group and sample."""
 
-    keep_group: dynamic filter of one graded group. choose_waiting: selects groups from the buffer.
-    removed_samples: ids of samples that count in their group's advantages but are not trained on.
-    """
-
-    keep_group: KeepGroup | None = None
-    choose_waiting: ChooseWaiting = oldest_first
+    keep_group: KeepGroup | None = None  # dynamic filter of one graded group
+    choose_waiting: ChooseWaiting = oldest_first  # selects groups from the buffer
+    # ids of samples that count in their group's advantages but are not trained on
     removed_samples: Callable[[Sequence[SampleGroup]], Collection[int]] | None = None
 
 

@@ -39,8 +39,12 @@ Row = Mapping[str, Any]  # plain JSON
 def waiting_to_rows(
     groups: Sequence[PendingGroup], holders: Sequence[int]
 ) -> list[dict[str, object]]:
-    """Serialise waiting groups to plain JSON, exactly. groups: complete. holders: the rank that
-    holds each sample, over all groups."""
+    """Serialise waiting groups to plain JSON, exactly.
+
+    Args:
+        groups: Complete.
+        holders: The rank that holds each sample, over all groups.
+    """
     rows: list[dict[str, object]] = []
     for group, ranks in zip(groups, split(holders, [len(group.samples) for group in groups])):
         samples = [

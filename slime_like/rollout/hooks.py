@@ -57,11 +57,10 @@ class UserRollout(Protocol):
 
 
 class UserSource(Protocol):
-    """A user's data source, which replaces `PromptSource`. Every method is collective. data_source:
-    the object that rollout functions draw from, on rank 0. notes: messages to log."""
+    """A user's data source, which replaces `PromptSource`. Every method is collective."""
 
-    data_source: object
-    notes: list[str]
+    data_source: object  # the object that rollout functions draw from, on rank 0
+    notes: list[str]  # messages to log
 
     def __len__(self) -> int: ...
 

@@ -294,8 +294,12 @@ def holders_of(
     samples: Sequence[AnySample], rank: int, num_generating: int, *, by_group: bool
 ) -> list[int]:
     """The rank that continues each sample, equal on all ranks: its holder, or round-robin over the
-    first `num_generating` ranks for new samples. rank: this rank. by_group: keep groups on one
-    rank."""
+    first `num_generating` ranks for new samples.
+
+    Args:
+        rank: This rank.
+        by_group: Keep groups on one rank.
+    """
     group_holders: dict[int, int] = {}
     for sample in samples:
         group_holders.setdefault(sample.group_id, len(group_holders) % num_generating)

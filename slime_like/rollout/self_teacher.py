@@ -27,11 +27,11 @@ from slime_like.types import REWARD_DETAILS, TEACHER_CONTEXT, Sample, SampleStat
 
 @dataclass(frozen=True, slots=True)
 class TeacherPrompts:
-    """Builds teacher prompts. form: format of the run's prompts. positions: the model's maximum
-    length of teacher prompt and response; None: unlimited."""
+    """Builds teacher prompts."""
 
     config: DistillationConfig
-    form: PromptFormat
+    form: PromptFormat  # format of the run's prompts
+    # the model's maximum length of teacher prompt and response; None: unlimited
     positions: int | None = None
 
     def grade(

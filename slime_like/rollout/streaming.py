@@ -79,11 +79,7 @@ _reward_executor = RewardExecutor()
 
 
 class Responder:
-    """Continues and grades single responses. Also a `GenerationClient` for user functions.
-
-    purpose: see `Rollouter.generate`. grader: the run's, or an evaluation set's. stopped: no new
-    requests, because there are enough groups or time is up (out_of_time is then the time limit).
-    """
+    """Continues and grades single responses. Also a `GenerationClient` for user functions."""
 
     def __init__(
         self, rollouter: Rollouter, client: GenerationClient, sampling: SamplingParams
@@ -97,10 +93,10 @@ class Responder:
         self.rollouter = rollouter
         self._client = client
         self.sampling = sampling
-        self.purpose = "train"
-        self.grader = rollouter.grader
-        self.stopped = False
-        self.out_of_time: float | None = None
+        self.purpose = "train"  # see `Rollouter.generate`
+        self.grader = rollouter.grader  # or an evaluation set's
+        self.stopped = False  # no new requests, because there are enough groups or time is up
+        self.out_of_time: float | None = None  # the time limit, once it is over
 
     async def respond(
         self, sample: Sample, sampling: SamplingParams, *, evaluation: bool = False

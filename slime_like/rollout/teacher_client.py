@@ -58,14 +58,12 @@ CONNECT_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class TeacherSettings:
-    """Settings of a served teacher. urls: servers, all with the same teacher. timeout_s: of one
-    response. attempts: per request, over the servers in turn. concurrency: requests in flight, over
-    all servers and ranks."""
+    """Settings of a served teacher."""
 
-    urls: tuple[str, ...]
-    timeout_s: float = 300.0
-    attempts: int = 4
-    concurrency: int = 64
+    urls: tuple[str, ...]  # servers, all with the same teacher
+    timeout_s: float = 300.0  # of one response
+    attempts: int = 4  # per request, over the servers in turn
+    concurrency: int = 64  # requests in flight, over all servers and ranks
 
 
 class ServedTeacher:
@@ -120,8 +118,12 @@ class ServedTeacher:
     async def _score_all(
         self, samples: Sequence[tuple[int, Sample]], counts: Counter[str], num_querying: int
     ) -> list[tuple[float, ...] | str]:
-        """Query the teacher for all samples. samples: (index in the rollout, sample). num_querying:
-        number of ranks that query concurrently."""
+        """Query the teacher for all samples.
+
+        Args:
+            samples: (index in the rollout, sample).
+            num_querying: Number of ranks that query concurrently.
+        """
         concurrency = max(1, self._settings.concurrency // max(1, num_querying))
         slots = asyncio.Semaphore(concurrency)
         async with async_client(concurrency) as client:

@@ -50,11 +50,10 @@ BUFFER_SIZE = 64 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Delivered:
-    """Result of a delivery. samples: this rank's, by index. traffic: bytes sent, received and
-    held."""
+    """Result of a delivery."""
 
-    samples: dict[int, Sample]
-    traffic: Traffic
+    samples: dict[int, Sample]  # this rank's, by index
+    traffic: Traffic  # bytes sent, received and held
 
 
 def share_index(
@@ -266,8 +265,12 @@ def _exchange(
 
 
 def make_sharing(part_of_rank: Sequence[int], places: Sequence[Sequence[int]]) -> Sharing:
-    """The `Sharing` of an assignment. part_of_rank: data-parallel rank of every rank. places:
-    sample indices of every data-parallel rank."""
+    """The `Sharing` of an assignment.
+
+    Args:
+        part_of_rank: Data-parallel rank of every rank.
+        places: Sample indices of every data-parallel rank.
+    """
     parts: Places = np.zeros(sum(map(len, places)), dtype=np.int64)
     for part, of_rank in enumerate(places):
         parts[np.asarray(of_rank, dtype=np.int64)] = part

@@ -55,8 +55,12 @@ class RemoteSample:
     __slots__ = ("_index", "_rows", "_versions")
 
     def __init__(self, rows: Rows, index: int, versions: Versions | None = None) -> None:
-        """rows: array of dtype `ROW`. index: of this sample. versions: its weight versions,
-        if it has several."""
+        """
+        Args:
+            rows: Array of dtype `ROW`.
+            index: Of this sample.
+            versions: Its weight versions, if it has several.
+        """
         self._rows = rows
         self._index = index
         self._versions = versions

@@ -63,8 +63,12 @@ def pack_payload(sample: Sample) -> Tensor:
 
 
 def unpack_payload(remote: RemoteSample, payload: Tensor) -> Sample:
-    """Inverse of `pack_payload`; the sample has no text and metadata. remote: this rank's metadata
-    of the sample. payload: [n] uint8; its memory is not referenced afterwards."""
+    """Inverse of `pack_payload`; the sample has no text and metadata.
+
+    Args:
+        remote: This rank's metadata of the sample.
+        payload: [n] uint8; its memory is not referenced afterwards.
+    """
     fields: dict[str, Any] = {}
     start = 0
     for name, dtype, count in _columns(remote):

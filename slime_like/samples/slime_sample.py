@@ -14,10 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class SlimeSample:
-    """slime's Sample. prompt: text, or the messages of a row without --apply-chat-template. tokens:
-    prompt and response. loss_mask, rollout_log_probs: one entry per response token; loss_mask None:
-    all ones. rollout_id: shared by the sequences of one episode. weight_versions: of the requests
-    that generated it, as numbers or text. engine_outputs: in order; internal, not to be modified.
+    """slime's Sample.
 
     Functions may add attributes; later functions, e.g. the reward, find those that hold plain
     values.
@@ -32,19 +29,23 @@ class SlimeSample:
 
     group_index: int | None = None
     index: int | None = None
+    # text, or the messages of a row without --apply-chat-template
     prompt: str | list[dict[str, Any]] = ""
-    tokens: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)  # prompt and response
     response: str = ""
     response_length: int = 0
     label: Any = None
     reward: Any = None
-    loss_mask: list[int] | None = None
+    loss_mask: list[int] | None = None  # one entry per response token; loss_mask None: all ones
+    # of the requests that generated it, as numbers or text
     weight_versions: list[int | str] = field(default_factory=list)
+    # one entry per response token; loss_mask None: all ones
     rollout_log_probs: list[float] | None = None
     remove_sample: bool = False
     status: Status = Status.PENDING
     metadata: dict[str, Any] = field(default_factory=dict)
-    rollout_id: int | None = None
+    rollout_id: int | None = None  # shared by the sequences of one episode
+    # in order; internal, not to be modified
     engine_outputs: list[GenerateOutput] = field(default_factory=list, repr=False, compare=False)
 
     def get_reward_value(self, args: FunctionArgs) -> Any:

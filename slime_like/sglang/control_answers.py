@@ -22,9 +22,9 @@ def _check_address(text: str) -> str:
 
 
 class ModelInfo(Response):
-    """/model_info. weight_version: as it was sent."""
+    """/model_info."""
 
-    weight_version: ShortText
+    weight_version: ShortText  # as it was sent
 
 
 class ServerInfo(Response):
@@ -53,11 +53,11 @@ class Checksums(Response):
 
 
 class RouterWorker(Response):
-    """A server in a router's list. is_healthy: it gets requests."""
+    """A server in a router's list."""
 
     id: ShortText | int
     url: Annotated[ShortText, AfterValidator(_check_address)]
-    is_healthy: bool = True
+    is_healthy: bool = True  # it gets requests
 
 
 class RouterWorkers(Response):

@@ -38,12 +38,11 @@ _CANCEL_S = 5.0  # for the control client's thread to cancel a late call
 
 @dataclass(frozen=True, slots=True)
 class Deadlines:
-    """Timeouts in seconds. connect: to connect. read: between two chunks of a response. total: for
-    the complete response."""
+    """Timeouts."""
 
     connect_s: float = 10.0
-    read_s: float = 600.0
-    total_s: float = 1800.0
+    read_s: float = 600.0  # between two chunks of a response
+    total_s: float = 1800.0  # for the complete response
 
     @property
     def httpx(self) -> httpx.Timeout:
@@ -52,10 +51,9 @@ class Deadlines:
 
 @dataclass(frozen=True, slots=True)
 class Retries:
-    """Retry policy. attempts: total number, including the first. Pauses double from first_pause_s,
-    with 50% jitter."""
+    """Retry policy. Pauses double from first_pause_s, with 50% jitter."""
 
-    attempts: int = 6
+    attempts: int = 6  # including the first
     first_pause_s: float = 0.25
     longest_pause_s: float = 10.0
 
@@ -65,7 +63,12 @@ class Retries:
 
 
 class RequestFailed(Exception):
-    """A failed request. kind: a short name for counting. retryable: whether a retry may succeed."""
+    """A failed request.
+
+    Args:
+        kind: A short name for counting.
+        retryable: Whether a retry may succeed.
+    """
 
     def __init__(
         self, kind: str, message: str, *, retryable: bool, server_gone: bool = False

@@ -21,14 +21,13 @@ PORTS_OF_A_SERVER = 2  # HTTP, and the rendezvous of a multi-node server
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A node of the run. rank: its first trainer rank. processes: number of trainer ranks there.
-    gpus: None without CUDA. address: where its servers listen. ports: recently free ports."""
+    """A node of the run."""
 
-    rank: int
-    processes: int
-    gpus: int | None
-    address: str
-    ports: tuple[int, ...]
+    rank: int  # its first trainer rank
+    processes: int  # number of trainer ranks there
+    gpus: int | None  # None without CUDA
+    address: str  # where its servers listen
+    ports: tuple[int, ...]  # recently free ports
 
     def first_gpu(self, *, colocate: bool) -> int:
         """First GPU for servers: with colocate the trainer's first, otherwise the one after the

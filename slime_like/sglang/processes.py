@@ -78,16 +78,16 @@ def command_line_of(settings: Mapping[str, object]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Command to start (and restart) one server. log: file that its output is appended to."""
+    """Command to start (and restart) one server."""
 
     command: tuple[str, ...]
-    log: Path
+    log: Path  # file that its output is appended to
 
 
 class EngineProcess(ABC):
-    """A server started by this run. sender: the rank on its node that can share memory with it."""
+    """A server started by this run."""
 
-    sender: int
+    sender: int  # the rank on its node that can share memory with it
 
     @property
     @abstractmethod

@@ -30,12 +30,11 @@ _TOKEN_BYTES = 512  # size limit per token: id, log-prob, text and weight versio
 
 @dataclass(frozen=True, slots=True)
 class Legal:
-    """Legal content of a response. versions: weight versions that the server may have had.
-    routed_experts: their format, of a network with experts."""
+    """Legal content of a response."""
 
     vocab_size: int
-    versions: Collection[int]
-    routed_experts: RoutesFormat | None = None
+    versions: Collection[int]  # weight versions that the server may have had
+    routed_experts: RoutesFormat | None = None  # their format, of a network with experts
 
 
 class _FinishReason(Response):

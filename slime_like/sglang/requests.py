@@ -40,20 +40,15 @@ POLL_S = 0.1  # polling interval while no server is ready
 
 @dataclass(frozen=True, slots=True)
 class RequestSettings:
-    """Request settings. concurrency: requests in flight per server."""
+    """Request settings."""
 
     deadlines: Deadlines = field(default_factory=Deadlines)
     retries: Retries = field(default_factory=Retries)
-    concurrency: int = 512
+    concurrency: int = 512  # requests in flight per server
 
 
 class ServerRequests:
-    """Sends the requests of one engine; a `GenerationClient`.
-
-    sent: weight versions that were sent, even if they did not reach every server. updating: weights
-    are being replaced, requests wait. bypasses_router: a server behind the router has other
-    weights, until the next update. counts: requests by outcome.
-    """
+    """Sends the requests of one engine; a `GenerationClient`."""
 
     def __init__(
         self,
@@ -69,10 +64,12 @@ class ServerRequests:
             vocab_size: Bound of token ids in responses.
             routed_experts: Format of routed experts; None for a dense model.
         """
+        # weight versions that were sent, even if they did not reach every server
         self.sent: list[int] = []
-        self.updating = False
+        self.updating = False  # weights are being replaced, requests wait
+        # a server behind the router has other weights, until the next update
         self.bypasses_router = False
-        self.counts: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()  # requests by outcome
         self._pool = pool
         self._settings = settings
         self._vocab_size = vocab_size

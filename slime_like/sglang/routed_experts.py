@@ -21,11 +21,10 @@ from slime_like.engines.base import GenerateOutput, GenerateRequest
 
 @dataclass(frozen=True, slots=True)
 class RoutesFormat:
-    """MoE shape of a model. sparse: for every layer, whether it is an MoE layer. topk: experts per
-    token, out of `experts` per layer."""
+    """MoE shape of a model."""
 
-    sparse: tuple[bool, ...]
-    topk: int
+    sparse: tuple[bool, ...]  # for every layer, whether it is an MoE layer
+    topk: int  # experts per token, out of `experts` per layer
     experts: int
 
     def unknown(self, length: int) -> Tensor:

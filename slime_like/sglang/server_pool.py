@@ -28,35 +28,30 @@ START_TICK_S = 10.0  # between two lines while servers start
 
 @dataclass(slots=True, eq=False)
 class Worker:
-    """One server.
-
-    version: weight version that it is known to have; None: unknown, it gets no requests. in_flight:
-    tasks of requests sent to it directly. failed_probes: consecutive ones. evictions: number of
-    evictions. wrong_versions: evictions for an impossible weight version. returning: evicted for
-    that reason; it gets the weights at the next probe.
-    """
+    """One server."""
 
     url: str
     process: EngineProcess | None = None
     alive: bool = False
+    # weight version that it is known to have; None: unknown, it gets no requests
     version: int | None = None
-    failed_probes: int = 0
+    failed_probes: int = 0  # consecutive ones
     restarts: int = 0
     evictions: int = 0
-    num_wrong_versions: int = 0
-    returning: bool = False
+    num_wrong_versions: int = 0  # evictions for an impossible weight version
+    returning: bool = False  # evicted for that reason; it gets the weights at the next probe
+    # tasks of requests sent to it directly
     in_flight: set[asyncio.Task[object]] = field(default_factory=set)
 
 
 @dataclass(frozen=True, slots=True)
 class HealthSettings:
-    """Health checks. interval_s: between probes of a server. timeout_s: of one probe. start_s: for
-    a server to start. failed_probes: consecutive ones before eviction."""
+    """Health checks."""
 
-    interval_s: float = 10.0
-    timeout_s: float = 10.0
-    start_s: float = 600.0
-    failed_probes: int = 3
+    interval_s: float = 10.0  # between probes of a server
+    timeout_s: float = 10.0  # of one probe
+    start_s: float = 600.0  # for a server to start
+    failed_probes: int = 3  # consecutive ones before eviction
 
 
 class ServerPool:

@@ -10,14 +10,13 @@ from slime_like.tinker.errors import Refused
 
 @dataclass(frozen=True, slots=True)
 class BaseModel:
-    """The base model. folder: its Hugging Face folder. name: shown to clients. arch: its class.
-    supports_unembed: samplers can load a trained output layer."""
+    """The base model."""
 
-    folder: str
-    name: str
-    arch: str
+    folder: str  # its Hugging Face folder
+    name: str  # shown to clients
+    arch: str  # its class
     supports_lora: bool = False
-    supports_unembed: bool = True
+    supports_unembed: bool = True  # samplers can load a trained output layer
 
     def check_name(self, name: str) -> None:
         """Raise Refused for any other model."""

@@ -48,12 +48,12 @@ class DataLimits:
 
 @dataclass(frozen=True, slots=True)
 class ForwardBackwardInput:
-    """A validated request. fields: by TrainSample field name, one array per datum with the datum's
-    length; [N, K] for label sets."""
+    """A validated request."""
 
     loss: ServedLoss
     forward_only: bool
     tokens: list[Array]
+    # by TrainSample field name, one array per datum with the datum's length; [N, K] for label sets
     fields: dict[str, list[Array]]
 
     def command(self) -> codec.Message:

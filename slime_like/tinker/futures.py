@@ -18,27 +18,25 @@ _JOURNALED = "id op queue seq owner digest created state content_type category f
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A request and its result. queue: of the model or sampler. seq: number within the queue.
-    digest: of the original body, to distinguish a retry from a different request. body: plain
-    values for the operation, dropped when done. content_type: of the result; "" for an error.
-    category: of an error, user or server. extra: sent together with the request's id."""
+    """A request and its result."""
 
     id: str
     op: str
-    queue: str
-    seq: int
+    queue: str  # of the model or sampler
+    seq: int  # number within the queue
     owner: str
-    digest: str
+    digest: str  # of the original body, to distinguish a retry from a different request
     created: float
+    # plain values for the operation, dropped when done
     body: codec.Message = field(default_factory=dict)
     state: str = "waiting"  # running, done
     result: bytes = b""
-    content_type: str = ""
-    category: str = ""
+    content_type: str = ""  # of the result; "" for an error
+    category: str = ""  # of an error, user or server
     started: float = 0.0
     finished: float = 0.0
     fetched: float = 0.0
-    extra: Mapping[str, object] = field(default_factory=dict)
+    extra: Mapping[str, object] = field(default_factory=dict)  # sent together with the request's id
     size: int = 0
     done: asyncio.Event = field(default_factory=asyncio.Event)
 

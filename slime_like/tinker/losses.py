@@ -46,15 +46,14 @@ _RL = frozenset({"target_tokens", "logprobs", "advantages"})
 
 @dataclass(frozen=True, slots=True)
 class ServedLoss:
-    """A loss function of the API. name: the client's name. kind: a registered policy loss, or
-    CRITIC_LOSS. settings: of its configuration. required, optional: tensors of a datum.
-    entropy_coef: weight of the per-token entropy bonus, which is subtracted from the loss."""
+    """A loss function of the API."""
 
-    name: str
-    kind: str
-    settings: Mapping[str, Any]
-    required: frozenset[str]
-    optional: frozenset[str] = frozenset({"weights"})
+    name: str  # the client's name
+    kind: str  # a registered policy loss, or CRITIC_LOSS
+    settings: Mapping[str, Any]  # of its configuration
+    required: frozenset[str]  # tensors of a datum
+    optional: frozenset[str] = frozenset({"weights"})  # tensors of a datum
+    # weight of the per-token entropy bonus, which is subtracted from the loss
     entropy_coef: float = 0.0
 
     @property

@@ -26,21 +26,19 @@ LORA_ALPHA = 32.0  # the API does not specify it; this is the value of the offic
 
 @dataclass(slots=True)
 class HostedModel:
-    """A model of a client. slot: index of its network if all weights are trained and resident;
-    otherwise `stored` is its state. adapter: its LoRA network; offloaded: its copy in host memory
-    while it is not on the device. used: logical time of last use. passes: forward passes so far, a
-    seed for losses that draw random numbers. incomplete: why gradients for the next step are
-    missing."""
+    """A model of a client."""
 
     id: str
     role: str
+    # index of its network if all weights are trained and resident; otherwise `stored` is its state
     slot: int | None = None
     stored: StoredState | None = None
-    adapter: LoraNetwork | None = None
+    adapter: LoraNetwork | None = None  # its LoRA network
+    # its copy in host memory while it is not on the device
     offloaded: OffloadedNetwork | None = None
-    used: int = 0
-    passes: int = 0
-    incomplete: str = ""
+    used: int = 0  # logical time of last use
+    passes: int = 0  # forward passes so far, a seed for losses that draw random numbers
+    incomplete: str = ""  # why gradients for the next step are missing
 
 
 @dataclass(slots=True)
@@ -62,8 +60,13 @@ class ModelPool:
         max_models: int | None,
         max_adapters: int | None,
     ) -> None:
-        """base: folder of the base model; hf: its configuration. seed: for adapters without one.
-        max_models, max_adapters: maximum on the device; None for no limit."""
+        """
+        Args:
+            base: Folder of the base model.
+            hf: Its configuration.
+            seed: For adapters without one.
+            max_models, max_adapters: Maximum on the device; None for no limit.
+        """
         assert not settings.ddp.overlap_grad_reduce, "rejected on the command line"
         self.settings = settings
         self.layout = layout

@@ -18,10 +18,10 @@ KINDS = {"training": "weights", "sampler": "sampler_weights", "external": "exter
 
 @dataclass(slots=True)
 class ApiSession:
-    """A client's session. owner: of the key that created it."""
+    """A client's session."""
 
     id: str
-    owner: str
+    owner: str  # of the key that created it
     created: float
     seen: float
     finished: bool = False
@@ -31,9 +31,7 @@ class ApiSession:
 
 @dataclass(slots=True)
 class RegisteredModel:
-    """A training model. state: creating, ready or ended, with the reason. corrupted: it ended by a
-    failure, not by its client. policy: of a critic, the model that it belongs to. next_seq:
-    sequence number of the next request."""
+    """A training model."""
 
     id: str
     session: str
@@ -43,37 +41,35 @@ class RegisteredModel:
     created: float
     seen: float
     lora: dict[str, object] | None = None
-    policy: str | None = None
-    state: str = "creating"
+    policy: str | None = None  # of a critic, the model that it belongs to
+    state: str = "creating"  # creating, ready or ended, with the reason
     reason: str = ""
-    corrupted: bool = False
-    next_seq: int = 1
+    corrupted: bool = False  # it ended by a failure, not by its client
+    next_seq: int = 1  # sequence number of the next request
     user_metadata: dict[str, object] | None = None
 
 
 @dataclass(slots=True)
 class Sampler:
-    """A sampling session. folder: Hugging Face folder of its weights. source: the checkpoint's
-    path; None for the base model or an unnamed snapshot. clients: number of clients that have
-    joined."""
+    """A sampling session."""
 
     id: str
     session: str
     owner: str
-    folder: str
+    folder: str  # Hugging Face folder of its weights
+    # the checkpoint's path; None for the base model or an unnamed snapshot
     source: str | None = None
     used: float = 0.0
-    clients: int = 0
+    clients: int = 0  # number of clients that have joined
 
 
 @dataclass(slots=True)
 class Checkpoint:
-    """A saved checkpoint. path: as clients see it. kind: training, sampler or external. expires:
-    time, or None for never."""
+    """A saved checkpoint."""
 
-    path: str
+    path: str  # as clients see it
     run: str
-    kind: str
+    kind: str  # training, sampler or external
     name: str
     owner: str
     folder: str
@@ -82,7 +78,7 @@ class Checkpoint:
     role: str
     size: int = 0
     lora: dict[str, object] | None = None
-    expires: float | None = None
+    expires: float | None = None  # time, or None for never
     user_metadata: dict[str, object] | None = None
 
     @property
@@ -108,14 +104,11 @@ _TABLES: dict[type, str] = {  # name in the journal
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """How many models or sessions may exist.
+    """How many models or sessions may exist."""
 
-    kind: models or sessions. limit: over all keys. per_key: limit per key; None: with several keys,
-    a key may hold at most as many as are still free.
-    """
-
-    kind: str
-    limit: int
+    kind: str  # models or sessions
+    limit: int  # over all keys
+    # limit per key; None: with several keys, a key may hold at most as many as are still free
     per_key: int | None
 
     def refusal(self, owners: Sequence[str], owner: str, *, several: bool) -> str | None:

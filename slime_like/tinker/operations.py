@@ -40,8 +40,13 @@ class EndModel(Protocol):
 
 
 class ServerOperations:
-    """Executes requests. call: sends a command to the workers. folder: for everything that the
-    server stores. base: folder of the base model."""
+    """Executes requests.
+
+    Args:
+        call: Sends a command to the workers.
+        folder: For everything that the server stores.
+        base: Folder of the base model.
+    """
 
     def __init__(
         self, registry: ModelRegistry, call: Call, *, folder: Path, base: str, max_snapshots: int

@@ -32,14 +32,15 @@ Result = tuple[bytes, str]  # with its content type
 
 
 class Operations(Protocol):
-    """Executes requests. `can_batch`: whether another request of a sampler can be batched with the
-    first. `needs_workers`: False for a request that fails in any case."""
+    """Executes requests."""
 
     async def execute(self, requests: Sequence[Request]) -> Sequence[Result | Exception]: ...
 
-    def can_batch(self, first: Request, other: Request) -> bool: ...
+    def can_batch(self, first: Request, other: Request) -> bool:
+        """Whether another request of a sampler can be batched with the first."""
 
-    def needs_workers(self, request: Request) -> bool: ...
+    def needs_workers(self, request: Request) -> bool:
+        """False for a request that fails in any case."""
 
     def executed(self, request: Request) -> None: ...
 

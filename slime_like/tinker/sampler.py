@@ -41,20 +41,19 @@ class TopTokens(TypedDict):
 
 
 class SampledSequence(TypedDict):
-    """A response. tokens, log_probs: int32 and float32 bytes. stopped: ended by a stop token or
-    text."""
+    """A response."""
 
-    tokens: bytes
-    log_probs: bytes
-    stopped: bool
+    tokens: bytes  # int32 and float32 bytes
+    log_probs: bytes  # int32 and float32 bytes
+    stopped: bool  # ended by a stop token or text
     top: NotRequired[TopTokens]
 
 
 class PromptSamples(TypedDict):
-    """All samples of one prompt. prompt_log_probs: float32 bytes, NaN for the first token."""
+    """All samples of one prompt."""
 
     sequences: list[SampledSequence]
-    prompt_log_probs: bytes | None
+    prompt_log_probs: bytes | None  # float32 bytes, NaN for the first token
     top_prompt: NotRequired[TopTokens | None]
 
 
@@ -63,16 +62,16 @@ Place = tuple[int, int]  # prompt index, sample index
 
 @dataclass(frozen=True, slots=True)
 class SampleCommand:
-    """A batch to sample. counts, seeds: number of samples and seed of each prompt.
-    prompt_log_probs: whether to score the prompts. seeded: whether the client set the seeds.
-    top_k_prompt, top_k_sample: number of most likely tokens to return per position; 0 for none."""
+    """A batch to sample."""
 
     params: SamplingParams
     prompts: list[tuple[int, ...]]
+    # counts, seeds: number of samples and seed of each prompt
     counts: list[int]
     seeds: list[int]
-    prompt_log_probs: bool = False
-    seeded: bool = False
+    prompt_log_probs: bool = False  # whether to score the prompts
+    seeded: bool = False  # whether the client set the seeds
+    # top_k_prompt, top_k_sample: number of most likely tokens to return per position; 0 for none
     top_k_prompt: int = 0
     top_k_sample: int = 0
 
@@ -114,8 +113,12 @@ class SnapshotSampler:
         local_batch_size: int | None,
         dtype: torch.dtype,
     ) -> None:
-        """model, tokenizer: of the base model. dtype: of the engines' weights. local_batch_size: of
-        an engine."""
+        """
+        Args:
+            model, tokenizer: Of the base model.
+            local_batch_size: Of an engine.
+            dtype: Of the engines' weights.
+        """
         self.model = model
         self.layout = layout
         self.max_engines = max_engines

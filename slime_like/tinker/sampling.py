@@ -65,8 +65,12 @@ def sample_body(request: Sample, limits: DataLimits) -> dict[str, object]:
 
 
 def _top_k(request: Sample, length: int, max_tokens: int, limits: DataLimits) -> dict[str, int]:
-    """Number of most likely tokens to return per position. length: of the prompt. max_tokens: of a
-    sample. Raises Refused."""
+    """Number of most likely tokens to return per position. Raises Refused.
+
+    Args:
+        length: Of the prompt.
+        max_tokens: Of a sample.
+    """
     max_k = min(MAX_TOP_K, limits.vocab_size)
     top_k = {}
     for part, positions in (("prompt", length), ("sample", max_tokens * request.num_samples)):

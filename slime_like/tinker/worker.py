@@ -42,23 +42,21 @@ AGREE_S = 10.0  # for the other ranks to report on a command that failed on this
 
 
 class CommandOutcome(TypedDict):
-    """What a rank reports about a command. error: message, or None. user: whether the client has to
-    act on it. lost: it was interrupted in a collective. stage: see `worker_backend`."""
+    """What a rank reports about a command."""
 
-    error: str | None
-    user: bool
-    lost: bool
-    stage: int
+    error: str | None  # message, or None
+    user: bool  # whether the client has to act on it
+    lost: bool  # it was interrupted in a collective
+    stage: int  # see `worker_backend`
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The common outcome of a failed command. category: user or server. stage: the furthest of all
-    ranks."""
+    """The common outcome of a failed command."""
 
-    category: str
+    category: str  # user or server
     error: str
-    stage: int
+    stage: int  # the furthest of all ranks
 
 
 class ModelWorker:

@@ -61,12 +61,11 @@ UNCHANGED, GRADIENTS, WEIGHTS = range(3)  # what a command may have changed in i
 
 
 class ForwardBackwardResult(TypedDict):
-    """Per-token results of all datums, as float32 bytes. scores: log-probs or values, [N] or
-    [N, K]. losses: [N]. metrics: {name: [kind, value]}, finite ones only."""
+    """Per-token results of all datums, as float32 bytes."""
 
-    scores: bytes
-    losses: bytes
-    metrics: dict[str, tuple[str, float]]
+    scores: bytes  # log-probs or values, [N] or [N, K]
+    losses: bytes  # [N]
+    metrics: dict[str, tuple[str, float]]  # {name: [kind, value]}, finite ones only
 
 
 class ModelHost:

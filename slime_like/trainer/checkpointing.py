@@ -46,13 +46,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Where a run starts. state: trainer state of a resumed run; None: a fresh run.
-    initial_policy: the Hugging Face model that the policy equals now, or None. has_critic: the
-    critic was loaded from the checkpoint."""
+    """Where a run starts."""
 
-    state: TrainerState | None
-    initial_policy: str | None
-    has_critic: bool = False
+    state: TrainerState | None  # trainer state of a resumed run; None: a fresh run
+    initial_policy: str | None  # the Hugging Face model that the policy equals now, or None
+    has_critic: bool = False  # the critic was loaded from the checkpoint
 
 
 class RunCheckpoints:

@@ -15,10 +15,10 @@ from slime_like.trainer.launch import joined_ranks, prepare, shared_output_dir, 
 
 @dataclass(frozen=True, slots=True)
 class FinishedRun:
-    """A run that ended without an error. interrupted: by a signal, before its last rollout."""
+    """A run that ended without an error."""
 
     output_dir: Path
-    interrupted: bool
+    interrupted: bool  # by a signal, before its last rollout
 
     @property
     def metrics(self) -> Sequence[dict[str, float]]:

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 
 class RolloutManager:
-    """Provides the sample groups of each rollout. Collective: every rank gets the metadata of all
-    samples. source, rollouter, evaluator, teacher: None if the run needs none."""
+    """Provides the sample groups of each rollout. Every method is collective: every rank gets the
+    metadata of all samples."""
 
     def __init__(
         self,
@@ -48,6 +48,7 @@ class RolloutManager:
         num_rollouts: int,
         teacher: ServedTeacher | TeacherPrompts | None = None,
     ) -> None:
+        """source, rollouter, evaluator, teacher: None if the run needs none."""
         self.config = config
         self.num_rollouts = num_rollouts
         self._source = source

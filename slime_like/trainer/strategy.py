@@ -33,13 +33,9 @@ logger = logging.getLogger(__name__)
 
 
 class ReinforcementLearning:
-    """Trains on sampled responses and their rewards.
+    """Trains on sampled responses and their rewards."""
 
-    health: detects runs that do not learn. samples_responses: each rollout needs the engine with
-    the current weights.
-    """
-
-    samples_responses = True
+    samples_responses = True  # each rollout needs the engine with the current weights
 
     def __init__(
         self,
@@ -52,11 +48,17 @@ class ReinforcementLearning:
         reward_trains: bool,
         divides_by_mean: bool = False,
     ) -> None:
-        """recorded: the rollouts come from another run and have its weight versions. staleness:
-        maximum staleness in weight versions, None for unbounded. source: named in the error about
-        staler tokens. max_failed: largest fraction of failed samples. max_abs_reward: largest
-        magnitude of a reward. divides_by_mean: the advantages are for rewards >= 0."""
+        """
+        Args:
+            recorded: The rollouts come from another run and have its weight versions.
+            staleness: Maximum staleness in weight versions, None for unbounded.
+            source: Named in the error about staler tokens.
+            max_failed: Largest fraction of failed samples.
+            max_abs_reward: Largest magnitude of a reward.
+            divides_by_mean: The advantages are for rewards >= 0.
+        """
         self._for_positive = divides_by_mean
+        # detects runs that do not learn
         self.health: HealthMonitor | None = HealthMonitor(reward_trains=reward_trains)
         self._recorded = recorded
         self._staleness = staleness

@@ -16,7 +16,7 @@ class Throughput:
     """Computes throughput metrics from phase times and sequence lengths.
 
     Args:
-        run: Configuration, possibly with --device-peak-tflops.
+        config: Configuration, possibly with --device-peak-tflops.
         devices: Number of trainer devices, without devices used only by rollout engines.
         device: Device name; "" for the CPU, which has no known peak.
         log_prob_passes: Forward passes of the policy's size in the log_probs phase.

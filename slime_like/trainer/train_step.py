@@ -57,9 +57,12 @@ class TrainStep:
         patience: int,
         kl_vanishes_at: int | None,
     ) -> None:
-        """guards: for updates that use the log-probs of the rollout engine as the old ones.
-        patience: consecutive skipped optimizer steps that stop the run. kl_vanishes_at: the rollout
-        at which the policy equals the reference model, or None."""
+        """
+        Args:
+            guards: For updates that use the log-probs of the rollout engine as the old ones.
+            patience: Consecutive skipped optimizer steps that stop the run.
+            kl_vanishes_at: The rollout at which the policy equals the reference model, or None.
+        """
         self.algorithm = algorithm
         self.backend = backend
         self.progress = progress

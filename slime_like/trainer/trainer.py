@@ -63,8 +63,12 @@ class Trainer:
         on_phase: Callable[[str], None] = lambda phase: None,
         traced: Callable[[int], AbstractContextManager[object]] = nullcontext,
     ) -> None:
-        """on_phase: called at the start and end of each phase. traced: context manager around each
-        rollout, called with the number of finished rollouts."""
+        """
+        Args:
+            on_phase: Called at the start and end of each phase.
+            traced: Context manager around each rollout, called with the number of finished
+                rollouts.
+        """
         self.config = config
         self.layout = layout
         self.output_dir = output_dir

@@ -24,7 +24,11 @@ class WeightCheck:
     def __init__(
         self, backend: MegatronBackend, engine: RolloutEngine, *, limit: float, seed: int
     ) -> None:
-        """limit: largest mean log-prob difference, in nats. seed: for the random prompts."""
+        """
+        Args:
+            limit: Largest mean log-prob difference, in nats.
+            seed: For the random prompts.
+        """
         assert engine.is_remote
         self._backend = backend
         self._engine = engine

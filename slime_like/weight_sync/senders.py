@@ -34,8 +34,11 @@ class SendingRanks:
     `finish`; the other ranks call `assist`."""
 
     def __init__(self, weights: Iterator[tuple[str, Tensor]], max_bytes: int) -> None:
-        """weights: a `WeightStream`, or any other iterator, of which only rank 0's is used.
-        max_bytes: bucket size for the latter."""
+        """
+        Args:
+            weights: A `WeightStream`, or any other iterator, of which only rank 0's is used.
+            max_bytes: Bucket size for the latter.
+        """
         self._weights = weights
         self._max_bytes = max_bytes
         self._order_sent = False

@@ -20,8 +20,12 @@ class UpdateIncomplete(RuntimeError):
 
 
 class Servers:
-    """The servers of a weight update. hf_checkpoint: folder that the servers were started with.
-    device: device of the trainer's weights."""
+    """The servers of a weight update.
+
+    Args:
+        hf_checkpoint: Folder that the servers were started with.
+        device: Device of the trainer's weights.
+    """
 
     def __init__(
         self, pool: ServerPool, settings: UpdateSettings, hf_checkpoint: str, device: torch.device

@@ -24,13 +24,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class TransferReport:
-    """Result of an update. workers: servers that have it. shapes: of every weight, by name.
-    seconds: transfer time."""
+    """Result of an update."""
 
-    workers: list[Worker]
-    shapes: dict[str, tuple[int, ...]]
+    workers: list[Worker]  # servers that have it
+    shapes: dict[str, tuple[int, ...]]  # of every weight, by name
     nbytes: int
-    seconds: float
+    seconds: float  # transfer time
 
 
 class WeightUpdater:

@@ -13,13 +13,13 @@ from slime_like.weights.export_plan import TensorPlan, fits
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Weights that are transferred together. flat: [bytes] uint8, the weights concatenated without
-    padding, as SGLang's load format "flattened_bucket" expects. is_last: whether this is the last
-    bucket."""
+    """Weights that are transferred together."""
 
     tensors: tuple[TensorPlan, ...]
+    # [bytes] uint8, the weights concatenated without padding, as SGLang's load format
+    # "flattened_bucket" expects
     flat: Tensor
-    is_last: bool = False
+    is_last: bool = False  # whether this is the last bucket
 
     @property
     def names(self) -> list[str]:

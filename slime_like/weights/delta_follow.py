@@ -24,14 +24,13 @@ COPIES = "copies"  # subfolder of the updates folder with one status file per co
 
 @dataclass(frozen=True, slots=True)
 class CopyStatus:
-    """Status of a node's copy. engines: servers that may load it. run, number: the update that the
-    copy contains. error: why the copy is not at the newest update."""
+    """Status of a node's copy."""
 
-    engines: tuple[str, ...]
+    engines: tuple[str, ...]  # servers that may load it
     folder: str
-    run: str = ""
-    number: int = 0
-    error: str = ""
+    run: str = ""  # the update that the copy contains
+    number: int = 0  # the update that the copy contains
+    error: str = ""  # why the copy is not at the newest update
 
     @property
     def update(self) -> tuple[str, int]:

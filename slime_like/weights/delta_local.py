@@ -42,9 +42,9 @@ class _Damaged(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _MappedTensor:
-    """Bytes of a tensor in a copy. flat: view of the memory-mapped file."""
+    """Bytes of a tensor in a copy."""
 
-    flat: Tensor
+    flat: Tensor  # view of the memory-mapped file
     itemsize: int
 
 
@@ -52,7 +52,9 @@ class LocalCheckpoint:
     """A node's copy of the weights. Only one process writes it at a time, and only while no server
     loads it.
 
-    source: folder of the updates. folder: the copy; created if missing.
+    Args:
+        source: Folder of the updates.
+        folder: The copy; created if missing.
     """
 
     def __init__(self, source: str | Path, folder: str | Path) -> None:

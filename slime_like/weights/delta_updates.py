@@ -44,15 +44,14 @@ _NUMBER = re.compile(r"update-(\d{8,})\.json")
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """A complete update. run: the trainer process that wrote it. version: of the weights. nbytes:
-    size of the files with changes."""
+    """A complete update."""
 
-    run: str
+    run: str  # the trainer process that wrote it
     number: int
-    version: int
+    version: int  # of the weights
     full: bool
     files: tuple[str, ...]
-    nbytes: int
+    nbytes: int  # size of the files with changes
 
 
 def record_path(root: Path, number: int) -> Path:
@@ -99,10 +98,10 @@ def sha256(flat: Tensor) -> str:
 
 @dataclass(slots=True)
 class SentTensor:
-    """A tensor as last sent. flat: [bytes] uint8 on the CPU."""
+    """A tensor as last sent."""
 
     plan: TensorPlan
-    flat: Tensor
+    flat: Tensor  # [bytes] uint8 on the CPU
     sum: str
 
 
@@ -117,21 +116,16 @@ def forget(root: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Publication:
-    """An update to be written by all ranks that have weights; broadcast from rank 0.
+    """An update to be written by all ranks that have weights; broadcast from rank 0."""
 
-    root: folder of the updates. source: Hugging Face folder with config.json and tokenizer. fresh:
-    do not encode against previously sent weights. full: also write a Hugging Face folder.
-    buffer_bytes: changes that a rank collects before writing a file.
-    """
-
-    root: str
-    source: str
+    root: str  # folder of the updates
+    source: str  # Hugging Face folder with config.json and tokenizer
     run: str
     number: int
     version: int
-    fresh: bool
-    full: bool
-    buffer_bytes: int = FILE_BYTES
+    fresh: bool  # do not encode against previously sent weights
+    full: bool  # also write a Hugging Face folder
+    buffer_bytes: int = FILE_BYTES  # changes that a rank collects before writing a file
 
     def assist(self, weights: WeightStream) -> None:
         self.write(weights)

@@ -44,21 +44,18 @@ def fits(size: int, tensors: Sequence[TensorPlan], max_bytes: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A parameter that some ranks hold, fully or as shards.
-
-    stage: its pipeline stage. expert: the expert's number; None for other parameters. shape, dtype:
-    of a shard. sharded: over tensor-parallel ranks (expert-tensor-parallel for experts); otherwise
-    each rank has the full parameter. outputs: tensors assembled from it. stacked: the parameter of
-    all experts of a layer; a rank holds the rows of its experts.
-    """
+    """A parameter that some ranks hold, fully or as shards."""
 
     name: str
-    stage: int
-    expert: int | None
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+    stage: int  # its pipeline stage
+    expert: int | None  # the expert's number; None for other parameters
+    shape: tuple[int, ...]  # of a shard
+    dtype: torch.dtype  # of a shard
+    # over tensor-parallel ranks (expert-tensor-parallel for experts); otherwise each rank has the
+    # full parameter
     sharded: bool
-    outputs: tuple[TensorPlan, ...]
+    outputs: tuple[TensorPlan, ...]  # tensors assembled from it
+    # the parameter of all experts of a layer; a rank holds the rows of its experts
     stacked: bool = False
 
 
@@ -69,10 +66,10 @@ Place = tuple[int, int | None]
 
 @dataclass(frozen=True, slots=True)
 class BucketPlan:
-    """Parameters of one bucket. sender: global rank that assembles it."""
+    """Parameters of one bucket."""
 
     place: Place
-    sender: int
+    sender: int  # global rank that assembles it
     parameters: tuple[Parameter, ...]
     tensors: tuple[TensorPlan, ...] = field(init=False, repr=False, compare=False)
     nbytes: int = field(init=False, repr=False, compare=False)

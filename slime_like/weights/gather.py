@@ -53,12 +53,15 @@ class WeightStream(WeightBuckets):
     """A single pass over all weights, in one of three ways: iterate for all weights on every rank,
     or use `own` or `to_ranks`. Collective: all ranks choose the same way and consume it completely.
 
-    plan: equal on all ranks. shard: returns this rank's shard of a parameter. assemble: writes a
-    parameter's outputs, given by name, from its shards. device: of the weights.
-
     In addition to what the caller holds, a sender needs at most two buckets of memory: the shards
     of all ranks and the assembled tensors. Other ranks need their own shards or the received
     bucket.
+
+    Args:
+        plan: Equal on all ranks.
+        device: Of the weights.
+        shard: Returns this rank's shard of a parameter.
+        assemble: Writes a parameter's outputs, given by name, from its shards.
     """
 
     def __init__(

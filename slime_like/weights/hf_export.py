@@ -41,10 +41,16 @@ if TYPE_CHECKING:
 class HfExport:
     """Exports a network any number of times; the metadata exchange between ranks happens once.
 
-    The constructor and the iteration of `stream` are collectives over all ranks. value_head: the
-    network is a critic. untied_head: export the output layer of a tied model as a separate weight,
-    because only it has a delta. quantized: weights to export quantised, by Hugging Face name.
-    Raises RuntimeError if no stage has a parameter that the family needs.
+    The constructor and the iteration of `stream` are collectives over all ranks.
+
+    Args:
+        value_head: The network is a critic.
+        untied_head: Export the output layer of a tied model as a separate weight, because only it
+            has a delta.
+        quantized: Weights to export quantised, by Hugging Face name.
+
+    Raises:
+        RuntimeError: If no stage has a parameter that the family needs.
     """
 
     def __init__(
@@ -219,17 +225,13 @@ def merge_shards(
 
 @dataclass(frozen=True, slots=True)
 class RowCopy:
-    """Rows of a shard that are rows of a Hugging Face tensor, along dimension `dim`.
+    """Rows of a shard that are rows of a Hugging Face tensor, along dimension `dim`."""
 
-    shard: index of the tensor-parallel rank. position: first row in the shard. start: first row in
-    the tensor `hf`, or in a matrix within it. length: number of rows.
-    """
-
-    shard: int
-    position: int
+    shard: int  # index of the tensor-parallel rank
+    position: int  # first row in the shard
     hf: str
-    start: int
-    length: int
+    start: int  # first row in the tensor `hf`, or in a matrix within it
+    length: int  # number of rows
     dim: int
     expert_slice: ExpertSlice | None
 

@@ -78,12 +78,11 @@ def load_hf_weights(
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """Checked plan for filling this rank's parameters from the tensors of a Hugging Face folder.
-    absent: parts of a critic's head that the folder does not have."""
+    """Checked plan for filling this rank's parameters from the tensors of a Hugging Face folder."""
 
     family: MappingOf[str, Mapping]
     parts: MappingOf[str, Sequence[TensorPart]]
-    absent: frozenset[str]
+    absent: frozenset[str]  # parts of a critic's head that the folder does not have
 
     def fill(self, name: str, shard: Tensor, files: WeightFiles) -> None:
         """Write the parameter `name` into `shard`, this rank's shard of it."""
@@ -104,8 +103,12 @@ def plan_loading(
     layout: ParallelLayout,
     value_head: bool = False,
 ) -> LoadPlan:
-    """Check a folder and plan its loading. local: this rank's parameters by canonical name; only
-    their shapes are used. chunk: any of its model chunks. Raises like `load_hf_weights`."""
+    """Check a folder and plan its loading. Raises like `load_hf_weights`.
+
+    Args:
+        local: This rank's parameters by canonical name; only their shapes are used.
+        chunk: Any of its model chunks.
+    """
     config = unwrap(chunk).config
     sizes = model_sizes(config, gpt)
     family = family_map(

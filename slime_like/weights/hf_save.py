@@ -189,10 +189,14 @@ def finish_folder(
     untied_head: bool = False,
 ) -> None:
     """Complete a folder that has the weights: copy the other files, write config.json last, and
-    rename the folder. dtype: of most weights; None: as in the source's config.json, quantised.
-    value_task: class name suffix in transformers of a model with a scalar head. untied_head: the
-    output layer's weight is among the weights, so the embedding is not tied, whatever the source
-    says."""
+    rename the folder.
+
+    Args:
+        dtype: Of most weights; None: as in the source's config.json, quantised.
+        value_task: Class name suffix in transformers of a model with a scalar head.
+        untied_head: The output layer's weight is among the weights, so the embedding is not tied,
+            whatever the source says.
+    """
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     _copy_others(source, temporary)
     for part in (config, config.get("text_config") or {}):

@@ -108,12 +108,12 @@ class ExpertSlice:
 @dataclass(frozen=True, slots=True)
 class TensorPart:
     """Rows [start, stop) of the tensor `hf` along the mapping's dimension; with `hf` None, that
-    many padding rows. expert_slice: selects a matrix within the tensor."""
+    many padding rows."""
 
     hf: str | None
     start: int
     stop: int
-    expert_slice: ExpertSlice | None = None
+    expert_slice: ExpertSlice | None = None  # selects a matrix within the tensor
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -121,14 +121,13 @@ class TensorPart:
 
 @dataclass(frozen=True)
 class Mapping(ABC):
-    """Base class of mappings. dim: the dimension along which shards are cut. sharded: False if
-    every rank has the full parameter.
+    """Base class of mappings.
 
     For an expert's parameter, "tensor-parallel" means expert-tensor-parallel.
     """
 
-    dim: ClassVar[int] = 0
-    sharded: ClassVar[bool] = True
+    dim: ClassVar[int] = 0  # the dimension along which shards are cut
+    sharded: ClassVar[bool] = True  # False if every rank has the full parameter
 
     @abstractmethod
     def hf_shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
@@ -171,11 +170,10 @@ def shard_bounds(total: int, tp_rank: int, tp_size: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Replicated(Mapping):
-    """A vector replicated on every tensor-parallel rank: norm weights. size: its length, a field of
-    Sizes."""
+    """A vector replicated on every tensor-parallel rank: norm weights."""
 
     hf: str
-    size: str = "hidden"
+    size: str = "hidden"  # its length, a field of Sizes
     sharded: ClassVar[bool] = False
 
     def hf_shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
@@ -188,11 +186,11 @@ class Replicated(Mapping):
 @dataclass(frozen=True)
 class ReplicatedRows(Mapping):
     """[rows, columns], replicated on every tensor-parallel rank: a router, the gate of a shared
-    expert, an indexer's projection. rows, columns: fields of Sizes."""
+    expert, an indexer's projection."""
 
     hf: str
-    rows: str
-    columns: str = "hidden"
+    rows: str  # fields of Sizes
+    columns: str = "hidden"  # fields of Sizes
     sharded: ClassVar[bool] = False
 
     def hf_shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
@@ -205,11 +203,10 @@ class ReplicatedRows(Mapping):
 @dataclass(frozen=True)
 class JoinedProjection(Mapping):
     """[hidden, 2 * hidden], replicated on every tensor-parallel rank: projection of an embedding
-    and a hidden state, concatenated in this order. hidden_first: the file has the hidden state's
-    columns first."""
+    and a hidden state, concatenated in this order."""
 
     hf: str
-    hidden_first: bool = False
+    hidden_first: bool = False  # the file has the hidden state's columns first
     dim: ClassVar[int] = 1
     sharded: ClassVar[bool] = False
 
@@ -227,10 +224,10 @@ class JoinedProjection(Mapping):
 @dataclass(frozen=True)
 class RowParallel(Mapping):
     """[hidden, inner], sharded along the input dimension: a projection back into the residual
-    stream. inner: a field of Sizes."""
+    stream."""
 
     hf: str
-    inner: str
+    inner: str  # a field of Sizes
     dim: ClassVar[int] = 1
 
     def hf_shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
@@ -242,11 +239,11 @@ class RowParallel(Mapping):
 
 @dataclass(frozen=True)
 class ColumnParallel(Mapping):
-    """[rows, columns], sharded along the output dimension. rows, columns: fields of Sizes."""
+    """[rows, columns], sharded along the output dimension."""
 
     hf: str
-    rows: str
-    columns: str = "hidden"
+    rows: str  # fields of Sizes
+    columns: str = "hidden"  # fields of Sizes
 
     def hf_shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
         return {self.hf: (getattr(sizes, self.rows), getattr(sizes, self.columns))}
@@ -286,12 +283,11 @@ class VocabParallel(Mapping):
 
 @dataclass(frozen=True)
 class GatedMLP(Mapping):
-    """Gate and up projection [inner, hidden], stacked; each rank has its share of both. inner: a
-    field of Sizes."""
+    """Gate and up projection [inner, hidden], stacked; each rank has its share of both."""
 
     gate: str
     up: str
-    inner: str = "ffn"
+    inner: str = "ffn"  # a field of Sizes
 
     def hf_shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
         return {name: (getattr(sizes, self.inner), sizes.hidden) for name in (self.gate, self.up)}
@@ -303,11 +299,10 @@ class GatedMLP(Mapping):
 
 @dataclass(frozen=True)
 class StackedGatedMLP(Mapping):
-    """Gate and up projection stored in the file as one tensor [2 * inner, hidden]. inner: a field
-    of Sizes."""
+    """Gate and up projection stored in the file as one tensor [2 * inner, hidden]."""
 
     hf: str
-    inner: str = "ffn"
+    inner: str = "ffn"  # a field of Sizes
 
     def hf_shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
         return {self.hf: (2 * getattr(sizes, self.inner), sizes.hidden)}

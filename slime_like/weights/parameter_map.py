@@ -172,8 +172,12 @@ def _prediction_layer(
 def _numbered(
     parameters: MappingOf[str, Mapping], number: int, layer: int, experts: int
 ) -> dict[str, Mapping]:
-    """Fill in layer numbers. number: the layer's number in our names; layer: in the file's
-    names."""
+    """Fill in layer numbers.
+
+    Args:
+        number: The layer's number in our names.
+        layer: Its number in the file's names.
+    """
     result: dict[str, Mapping] = {}
     for name, mapping in parameters.items():
         if "{expert}" not in name:

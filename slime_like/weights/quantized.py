@@ -34,12 +34,11 @@ OTHER_SCALES = (".input_scale", ".activation_scale", ".output_scale", ".k_scale"
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight(ABC):
-    """A weight that is stored as several tensors. shape: of the weight. stored: these tensors,
-    sorted by descending dtype width."""
+    """A weight that is stored as several tensors."""
 
     name: str
-    shape: tuple[int, ...]
-    stored: tuple[TensorPlan, ...]
+    shape: tuple[int, ...]  # of the weight
+    stored: tuple[TensorPlan, ...]  # these tensors, sorted by descending dtype width
 
     @abstractmethod
     def decode(self, read: ReadRows, first: int, last: int) -> Tensor:
@@ -64,13 +63,12 @@ class QuantizedWeight(ABC):
 @dataclass(frozen=True, slots=True)
 class ScaledMatrix(QuantizedWeight):
     """[rows, columns]: codes times scales of shape [rows / block rows, columns / block columns],
-    rounded up. codes, scales: names of the stored tensors. block: size of a block; 0 for all rows
-    or columns."""
+    rounded up."""
 
-    codes: str
-    scales: str
+    codes: str  # names of the stored tensors
+    scales: str  # names of the stored tensors
     scale_dtype: torch.dtype
-    block: tuple[int, int]
+    block: tuple[int, int]  # size of a block; 0 for all rows or columns
 
     @property
     def tile(self) -> tuple[int, int]:
@@ -125,9 +123,9 @@ class ScaledMatrix(QuantizedWeight):
 
 @dataclass(frozen=True, slots=True)
 class Fp8Matrix(ScaledMatrix):
-    """FP8 matrix with e4m3 codes. power_of_two: new scales are rounded up to powers of two."""
+    """FP8 matrix with e4m3 codes."""
 
-    power_of_two: bool
+    power_of_two: bool  # new scales are rounded up to powers of two
 
     def _values(self, read: ReadRows, first: int, last: int) -> Tensor:
         return read(self.codes, first, last).float()
@@ -147,10 +145,9 @@ class Fp8Matrix(ScaledMatrix):
 @dataclass(frozen=True, slots=True)
 class PackedMatrix(ScaledMatrix):
     """Matrix of packed integers: codes of `bits` bits, offset by half their range, packed into
-    int32 words from the lowest bits up. size: the stored tensor that contains the weight's
-    shape."""
+    int32 words from the lowest bits up."""
 
-    size: str
+    size: str  # the stored tensor that contains the weight's shape
     bits: int
 
     @property

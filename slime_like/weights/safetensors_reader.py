@@ -61,14 +61,13 @@ def file_names(number: int) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Location of a tensor. start: first byte in the file. size: bytes. dtype: safetensors' name,
-    possibly of an unsupported dtype."""
+    """Location of a tensor."""
 
     file: int  # descriptor
-    start: int
-    size: int
+    start: int  # first byte in the file
+    size: int  # bytes
     shape: tuple[int, ...]
-    dtype: str
+    dtype: str  # safetensors' name, possibly of an unsupported dtype
 
 
 class WeightFiles:

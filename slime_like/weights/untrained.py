@@ -57,9 +57,13 @@ def repeated_tensors(hf: HfModel, mtp_layers: int | None) -> dict[str, str]:
 def untrained_plans(
     files: WeightFiles, hf: HfModel, mtp_layers: int | None, *, quantized: bool
 ) -> list[TensorPlan]:
-    """Plans of these weights for saving. mtp_layers: see `untrained_prefixes`. quantized: as the
-    stored tensors of a quantised folder; otherwise as weights in the dtype that config.json
-    names."""
+    """Plans of these weights for saving.
+
+    Args:
+        mtp_layers: See `untrained_prefixes`.
+        quantized: As the stored tensors of a quantised folder; otherwise as weights in the dtype
+            that config.json names.
+    """
     names = files.stored if quantized else files.names
     dtype = getattr(torch, hf.dtype or "float32")
     plans = []

@@ -12,8 +12,12 @@ from slime_like.types import Prompt, Sample
 
 
 class DataSource:
-    """The data source of one function call, usable from any thread. choose: selects the waiting
-    groups that come first. flag: names the function in messages."""
+    """The data source of one function call, usable from any thread.
+
+    Args:
+        choose: Selects the waiting groups that come first.
+        flag: Flag of the function, for messages.
+    """
 
     def __init__(
         self, buffer: GroupBuffer, choose: Choose, args: SlimeArgs, tokenizer: object, flag: str

@@ -34,15 +34,14 @@ _TRAINED = (SampleStatus.COMPLETED, SampleStatus.TRUNCATED)
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """Requirements on the groups of a rollout. name: of the function, for messages. groups: number
-    of groups; samples: per group. vocab_size: None if unknown."""
+    """Requirements on the groups of a rollout."""
 
-    name: str
+    name: str  # of the function, for messages
     args: SlimeArgs
     tokenizer: PreTrainedTokenizerBase
-    groups: int
-    samples: int
-    vocab_size: int | None
+    groups: int  # number of groups
+    samples: int  # per group
+    vocab_size: int | None  # None if unknown
     newest_version: int
 
 

@@ -41,17 +41,18 @@ _DONE = (SlimeSample.Status.COMPLETED, SlimeSample.Status.TRUNCATED)
 
 @dataclass(slots=True)
 class RolloutFnTrainOutput:
-    """metrics: numbers by name; they are logged under rollout/."""
+    """Result of a rollout function for training."""
 
     samples: list[Group]
-    metrics: dict[str, Any] | None = None
+    metrics: dict[str, Any] | None = None  # numbers by name; they are logged under rollout/
 
 
 @dataclass(slots=True)
 class RolloutFnEvalOutput:
-    """data: by name of an evaluation set, {"rewards": [...], "truncated": [...], "samples": [...]};
-    the last two are optional."""
+    """Result of a rollout function for evaluation."""
 
+    # by name of an evaluation set, {"rewards": [...], "truncated": [...], "samples": [...]}; the
+    # last two are optional
     data: dict[str, dict[str, Any]]
     metrics: dict[str, Any] | None = None
 

@@ -133,8 +133,12 @@ class Decoder:
     def _append_token(
         self, rows: Sequence[_Row], logits: Tensor, uniforms: Tensor, sampling: SamplingParams
     ) -> Tensor:
-        """Sample one token for each of B rows. logits: [B, V]; uniforms: [B]. Returns the tokens
-        [B]."""
+        """Sample one token for each of B rows. Returns the tokens [B].
+
+        Args:
+            logits: [B, V].
+            uniforms: [B].
+        """
         if reports_sampling_mask(sampling):
             tokens, log_probs, kept = sample_from_sets(logits, uniforms, sampling)
             for row, members in zip(rows, kept.cpu(), strict=True):

@@ -36,10 +36,13 @@ class LocalEngine(RolloutEngine):
     """In-process `RolloutEngine`. The architecture comes from the config in the folder
     `hf_checkpoint`, weights only from `update_weights`.
 
-    tokenizer: for its end-of-sequence id and stop strings; None if prompts and stops are token ids.
-    tied: overrides the config's tie_word_embeddings (adapters on the output layer untie it).
-    local_batch_size: responses decoded together; None: as many as fit into `CACHE_BYTES` of KV
-    cache, from `FEWEST` to `MOST`. dtype: of weights and KV cache; sampling uses float32 logits.
+    Args:
+        tokenizer: For its end-of-sequence id and stop strings; None if prompts and stops are token
+            ids.
+        local_batch_size: Responses decoded together; None: as many as fit into `CACHE_BYTES` of KV
+            cache, from `FEWEST` to `MOST`.
+        dtype: Of weights and KV cache; sampling uses float32 logits.
+        tied: Overrides the config's tie_word_embeddings (adapters on the output layer untie it).
     """
 
     def __init__(

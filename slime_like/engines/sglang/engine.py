@@ -46,9 +46,13 @@ PAUSE = {"mode": "retract"}
 
 
 class SglangEngine(RolloutEngine):
-    """`RolloutEngine` over HTTP. pool, updater: on rank 0, None elsewhere. routed_experts: format
-    of routed experts, None for a dense model. agent: on the first rank of every other node, the
-    agent of its servers."""
+    """`RolloutEngine` over HTTP.
+
+    Args:
+        pool, updater: On rank 0, None elsewhere.
+        routed_experts: Format of routed experts, None for a dense model.
+        agent: On the first rank of every other node, the agent of its servers.
+    """
 
     def __init__(
         self,

@@ -54,12 +54,11 @@ MUON = " of Muon"
 
 @dataclass(frozen=True, slots=True)
 class SavedNetwork:
-    """A network to save or load. chunks: this rank's megatron-core modules, unwrapped. optimizer:
-    None to leave it out. scheduler: None for a network without one."""
+    """A network to save or load."""
 
-    chunks: Sequence[MegatronModule]
-    optimizer: MegatronOptimizer | None
-    scheduler: OptimizerParamScheduler | None
+    chunks: Sequence[MegatronModule]  # this rank's megatron-core modules, unwrapped
+    optimizer: MegatronOptimizer | None  # None to leave it out
+    scheduler: OptimizerParamScheduler | None  # None for a network without one
     layout: ParallelLayout
 
 
@@ -113,7 +112,9 @@ def prefer_main_params(state: dict[str, object], saved: Mapping[str, object]) ->
     """Load fp32 weights from the optimizer's fp32 parameters if the checkpoint's model weights are
     in half precision. In place.
 
-    state: from `sharded_state`, after `adapt_names`. saved: storage metadata by name.
+    Args:
+        state: From `sharded_state`, after `adapt_names`.
+        saved: Storage metadata by name.
     """
     model = {name: part for name, part in state.items() if name.startswith("model")}
     for tensor in _leaves(model, ShardedTensor, ShardedTensorFactory):

@@ -74,13 +74,12 @@ class SaveError(RunError):
 
 @dataclass(frozen=True, slots=True)
 class SavePolicy:
-    """keep_last, keep_every: see `folders.steps_to_remove`. asynchronous: write in the background
-    while training continues. space_remedy: advice for a full disk, naming the flags of the
-    program."""
+    """When and how checkpoints are saved, and which are kept."""
 
-    keep_last: int | None = None
-    keep_every: int | None = None
-    asynchronous: bool = False
+    keep_last: int | None = None  # see `folders.steps_to_remove`
+    keep_every: int | None = None  # see `folders.steps_to_remove`
+    asynchronous: bool = False  # write in the background while training continues
+    # advice for a full disk, naming the flags of the program
     space_remedy: str = (
         "free some space, give another --save, or let --save-retain-last remove old checkpoints"
     )
@@ -88,17 +87,15 @@ class SavePolicy:
 
 @dataclass(frozen=True, slots=True)
 class SaveReport:
-    """A published checkpoint. seconds: from start to publication. blocked_s: time that training was
-    blocked. removed: steps of removed checkpoints. free_bytes: free disk space afterwards. notes:
-    problems."""
+    """A published checkpoint."""
 
     step: int
     bytes: int
-    seconds: float
-    blocked_s: float
-    removed: tuple[int, ...]
-    free_bytes: int
-    notes: tuple[str, ...] = ()
+    seconds: float  # from start to publication
+    blocked_s: float  # time that training was blocked
+    removed: tuple[int, ...]  # steps of removed checkpoints
+    free_bytes: int  # free disk space afterwards
+    notes: tuple[str, ...] = ()  # problems
 
 
 @dataclass(slots=True)

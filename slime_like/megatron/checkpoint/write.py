@@ -67,12 +67,11 @@ class FilePlan:
 
 @dataclass(slots=True)
 class NetworkPlan:
-    """What this rank writes for one network. common: state that is not sharded, written by rank 0.
-    metadata: on rank 0 only."""
+    """What this rank writes for one network."""
 
     files: list[FilePlan]
-    common: bytes | None
-    metadata: Metadata | None
+    common: bytes | None  # state that is not sharded, written by rank 0
+    metadata: Metadata | None  # on rank 0 only
 
     def estimated_bytes(self) -> int:
         return len(self.common or b"") + sum(file.estimated_bytes() for file in self.files)
@@ -80,10 +79,10 @@ class NetworkPlan:
 
 @dataclass(slots=True)
 class Written:
-    """Result of writing on one rank. records: by path inside the checkpoint. results: location of
-    each item, by network."""
+    """Result of writing on one rank."""
 
-    records: dict[str, FileRecord] = field(default_factory=dict)
+    records: dict[str, FileRecord] = field(default_factory=dict)  # by path inside the checkpoint
+    # location of each item, by network
     results: dict[str, list[WriteResult]] = field(default_factory=dict)
 
 

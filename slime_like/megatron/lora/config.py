@@ -12,14 +12,13 @@ from arguments.schema.lora import TARGETS, UNEMBEDDING
 
 @dataclass(frozen=True, slots=True)
 class LoraSpec:
-    """Specification of an adapter. targets: last components of Hugging Face module names ("q_proj",
-    "lm_head"). seed: of lora_A; lora_B starts at zero. value_head: a critic's adapter, which has a
-    fully trained scalar head in place of the output layer."""
+    """Specification of an adapter."""
 
     rank: int
     alpha: float
-    targets: frozenset[str]
-    seed: int
+    targets: frozenset[str]  # last components of Hugging Face module names ("q_proj", "lm_head")
+    seed: int  # of lora_A; lora_B starts at zero
+    # a critic's adapter, which has a fully trained scalar head in place of the output layer
     value_head: bool = False
 
     @property

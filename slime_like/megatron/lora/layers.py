@@ -34,13 +34,12 @@ from slime_like.megatron.lora.targets import OutputPiece
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """The tensor-parallel ranks of a layer. expert: the layer's partial outputs are summed by the
-    token dispatcher."""
+    """The tensor-parallel ranks of a layer."""
 
     group: dist.ProcessGroup
     size: int
     sequence_parallel: bool
-    expert: bool
+    expert: bool  # the layer's partial outputs are summed by the token dispatcher
 
     @property
     def exchange(self) -> bool:
@@ -54,12 +53,11 @@ class Ranks:
 
 @dataclass(frozen=True, slots=True)
 class ColumnLora:
-    """LoRA of a column-parallel layer, which may fuse several modules. first: lora_A [rank, in] per
-    module. second: lora_B [out / tp, rank] per module. order: pieces of the fused output."""
+    """LoRA of a column-parallel layer, which may fuse several modules."""
 
-    first: Sequence[Tensor]
-    second: Sequence[Tensor]
-    order: Sequence[OutputPiece]
+    first: Sequence[Tensor]  # lora_A [rank, in] per module
+    second: Sequence[Tensor]  # lora_B [out / tp, rank] per module
+    order: Sequence[OutputPiece]  # pieces of the fused output
     scale: float
     ranks: Ranks
 
@@ -95,10 +93,10 @@ class ColumnLora:
 
 @dataclass(frozen=True, slots=True)
 class RowLora:
-    """LoRA of a row-parallel layer. first: lora_A [rank, in / tp]. second: lora_B [out, rank]."""
+    """LoRA of a row-parallel layer."""
 
-    first: Tensor
-    second: Tensor
+    first: Tensor  # lora_A [rank, in / tp]
+    second: Tensor  # lora_B [out, rank]
     scale: float
     ranks: Ranks
 
@@ -119,11 +117,10 @@ class RowLora:
 
 @dataclass(frozen=True, slots=True)
 class HeadLora:
-    """LoRA of the output layer, merged into the weight passed to fused_linear_logprob.py. first:
-    lora_A [rank, hidden]. second: lora_B [vocab_padded / tp, rank]."""
+    """LoRA of the output layer, merged into the weight passed to fused_linear_logprob.py."""
 
-    first: Tensor
-    second: Tensor
+    first: Tensor  # lora_A [rank, hidden]
+    second: Tensor  # lora_B [vocab_padded / tp, rank]
     scale: float
 
     def __call__(self, weight: Tensor) -> Tensor:

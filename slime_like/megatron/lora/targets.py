@@ -32,14 +32,13 @@ HEAD = OUTPUT_LAYER
 
 @dataclass(frozen=True, slots=True)
 class Factor:
-    """lora_A or lora_B of one projection. name: PEFT's, without the prefix. shape: of the full
-    matrix. dim: dimension that is sharded over tensor-parallel ranks, None if replicated. expert:
-    global index of the expert, which is sharded over expert-tensor-parallel ranks; None outside of
-    experts."""
+    """lora_A or lora_B of one projection."""
 
-    name: str
-    shape: tuple[int, int]
-    dim: int | None
+    name: str  # PEFT's, without the prefix
+    shape: tuple[int, int]  # of the full matrix
+    dim: int | None  # dimension that is sharded over tensor-parallel ranks, None if replicated
+    # global index of the expert, which is sharded over expert-tensor-parallel ranks; None outside
+    # of experts
     expert: int | None
 
     @property
@@ -54,11 +53,11 @@ class Factor:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A megatron-core weight with an adapter. modules: the targeted ones among the Hugging Face
-    modules that it fuses, in order."""
+    """A megatron-core weight with an adapter."""
 
     parameter: str  # canonical name in the full model
     mapping: Mapping
+    # the targeted ones among the Hugging Face modules that it fuses, in order
     modules: tuple[str, ...]
     factors: tuple[tuple[Factor, Factor], ...]  # (lora_A, lora_B) of each module
 
@@ -122,10 +121,9 @@ def _module_name(module: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class OutputPiece:
-    """Rows [start, stop) of a rank's shard of one module's output. module: index among the targeted
-    modules, None if it has no adapter."""
+    """Rows [start, stop) of a rank's shard of one module's output."""
 
-    module: int | None
+    module: int | None  # index among the targeted modules, None if it has no adapter
     start: int
     stop: int
 

@@ -64,11 +64,10 @@ class HeadWeight(ColumnParallelLinear):
 
 class PolicyModel(GPTModel):
     """A chunk of the policy. The last pipeline stage returns hidden states [1, T, H]; under
-    sequence parallelism this rank's [1, T / tp, H]. mtp: multi-token prediction layers of the last
-    chunk (prediction.py), if any."""
+    sequence parallelism this rank's [1, T / tp, H]."""
 
     output_layer: Any
-    mtp: Any
+    mtp: Any  # multi-token prediction layers of the last chunk (prediction.py), if any
 
     def __init__(self, config: TransformerConfig, **settings: object) -> None:
         super().__init__(config=config, **settings)

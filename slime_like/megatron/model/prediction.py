@@ -226,7 +226,12 @@ def one_layer(config: TransformerConfig) -> TransformerConfig:
 
 
 def prediction_block(config: TransformerConfig, spec: object) -> TransformerBlockSubmodules:
-    """Submodules of the one-layer block. config: from `one_layer`. spec: its `decoder_spec`."""
+    """Submodules of the one-layer block.
+
+    Args:
+        config: From `one_layer`.
+        spec: Its `decoder_spec`.
+    """
     return _get_block_submodules(config, spec, None, 0)
 
 

@@ -12,11 +12,11 @@ from slime_like.megatron.ops.context_parallel import places_over_ranks, rows_of_
 
 @dataclass(frozen=True, slots=True)
 class AheadRows:
-    """For each row of this rank the row of a later token. within: [T / cp] bool, whether its
-    sequence has one. source: [T / cp] int64, its place in the rows of all context-parallel ranks,
-    one rank after the other; 0 if there is none."""
+    """For each row of this rank the row of a later token."""
 
-    within: Tensor
+    within: Tensor  # [T / cp] bool, whether its sequence has one
+    # [T / cp] int64, its place in the rows of all context-parallel ranks, one rank after the other;
+    # 0 if there is none
     source: Tensor
 
 

@@ -37,25 +37,22 @@ class DeltaRows:
     sequences that continue in the next step come first.
 
     Args:
-        cu_seqlens: [S + 1].
-        positions: [T], position of each row within its sequence.
-        gather: [N, C], row of each token of each chunk; T (a row of zeros) after the end of a
-            sequence.
-        scatter: [T], index of each row in the flattened chunks.
-        steps: Number of chunks of each step.
     """
 
-    cu_seqlens: Tensor
-    positions: Tensor
+    cu_seqlens: Tensor  # [S + 1]
+    positions: Tensor  # [T], position of each row within its sequence
+    # [N, C], row of each token of each chunk; T (a row of zeros) after the end of a sequence
     gather: Tensor
-    scatter: Tensor
-    steps: tuple[int, ...]
+    scatter: Tensor  # [T], index of each row in the flattened chunks
+    steps: tuple[int, ...]  # number of chunks of each step
 
 
 def delta_rows(cu_seqlens: Tensor, lengths: Sequence[int], chunk: int = CHUNK) -> DeltaRows:
     """Split packed sequences into chunks of `chunk` tokens, or fewer if all sequences are shorter.
 
-    cu_seqlens: [S + 1], from 0 to T. lengths: the S sequence lengths, as host values.
+    Args:
+        cu_seqlens: [S + 1], from 0 to T.
+        lengths: The S sequence lengths, as host values.
     """
     chunk = min(chunk, max(lengths))
     by_length = sorted(range(len(lengths)), key=lambda s: -lengths[s])
@@ -80,9 +77,11 @@ def delta_rows(cu_seqlens: Tensor, lengths: Sequence[int], chunk: int = CHUNK) -
 
 
 def causal_conv(x: Tensor, weight: Tensor, rows: DeltaRows) -> Tensor:
-    """Causal depthwise convolution within each sequence.
+    """Causal depthwise convolution within each sequence, [T, channels].
 
-    x: [T, channels]. weight: [channels, K], the last tap for the row itself. Returns [T, channels].
+    Args:
+        x: [T, channels].
+        weight: [channels, K], the last tap for the row itself.
     """
     taps = weight.unbind(1)
     out = x * taps[-1]

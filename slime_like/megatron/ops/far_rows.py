@@ -12,11 +12,8 @@ class FarRows:
     """Rows of the F far queries of a rank and of all T keys, int64.
 
     Args:
-        queries: [F], of this rank's rows.
-        places: [F], position of each far query within its sequence.
-        key_places: [T], the same of all natural rows.
     """
 
-    queries: Tensor
-    places: Tensor
-    key_places: Tensor
+    queries: Tensor  # [F], of this rank's rows
+    places: Tensor  # [F], position of each far query within its sequence
+    key_places: Tensor  # [T], the same of all natural rows

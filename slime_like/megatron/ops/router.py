@@ -67,8 +67,12 @@ class PackedRouter(TopKRouter):
         )
 
     def begin(self, rows: Sequence[RoutedRows], *, slot: int, record: bool) -> None:
-        """Start a pass over micro-batches; it lasts until the next `begin`. slot: index of this
-        router in `RoutedRows.routed_experts`. record: keep the selected experts."""
+        """Start a pass over micro-batches; it lasts until the next `begin`.
+
+        Args:
+            slot: Index of this router in `RoutedRows.routed_experts`.
+            record: Keep the selected experts.
+        """
         self._pass = _Pass(rows, slot, record, self._no_disagreement())
         self.load.zero_()
 

@@ -19,8 +19,12 @@ def prepare_rows(
     cp_rank: int,
     prediction_layers: int = 0,
 ) -> None:
-    """Add the tables that a network reads, in place. rows: on the host. prediction_layers: number
-    of multi-token prediction layers that this pass runs."""
+    """Add the tables that a network reads, in place.
+
+    Args:
+        rows: On the host.
+        prediction_layers: Number of multi-token prediction layers that this pass runs.
+    """
     if config.linear_attention_freq:
         rows.delta = delta_rows(rows.cu_seqlens_q, rows.lengths)
     if topk := getattr(config, "index_topk", None):

@@ -24,16 +24,12 @@ IDS_FILE = "trackers.json"  # in the run's folder: run ids by tracker, for resum
 
 @dataclass(frozen=True, slots=True)
 class TrackerContext:
-    """Arguments for creating a tracker.
+    """Arguments for creating a tracker."""
 
-    settings: logging settings. output_dir: of the run. config: the run's settings by flag, plain
-    data without secrets. resumed: the run continues the one that wrote `output_dir`.
-    """
-
-    settings: LoggingConfig
-    output_dir: Path
-    config: Mapping[str, object]
-    resumed: bool = False
+    settings: LoggingConfig  # logging settings
+    output_dir: Path  # of the run
+    config: Mapping[str, object]  # the run's settings by flag, plain data without secrets
+    resumed: bool = False  # the run continues the one that wrote `output_dir`
 
     @property
     def project(self) -> str:

@@ -24,11 +24,10 @@ class WeightTransport:
     """Moves weights to servers; one instance per run.
 
     restores: whether a server that joins late can get the latest weights without the trainer.
-    moved_bytes: bytes of the latest update; None: the size of all weights.
     """
 
     restores = False
-    moved_bytes: int | None = None
+    moved_bytes: int | None = None  # bytes of the latest update; None: the size of all weights
 
     def __init__(self, servers: Servers) -> None:
         self.servers = servers
@@ -63,16 +62,11 @@ class WeightTransport:
 
 @dataclass(frozen=True, slots=True)
 class TransportTraits:
-    """What the rules of the command line must know about a transport before it is imported.
+    """What the rules of the command line must know about a transport before it is imported."""
 
-    same_gpu: works between processes on one GPU only. uses_folder: goes through a folder that
-    trainer and servers share. keeps_copy: may keep a copy in host memory for servers that join
-    late.
-    """
-
-    same_gpu: bool = False
-    uses_folder: bool = False
-    keeps_copy: bool = False
+    same_gpu: bool = False  # works between processes on one GPU only
+    uses_folder: bool = False  # goes through a folder that trainer and servers share
+    keeps_copy: bool = False  # may keep a copy in host memory for servers that join late
 
 
 weight_transports: Registry[type[WeightTransport]] = Registry(

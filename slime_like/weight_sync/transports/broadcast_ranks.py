@@ -63,17 +63,15 @@ class Turns:
 
 @dataclass(frozen=True, slots=True)
 class BroadcastOrder:
-    """Order to join this rank's group (if not joined yet) and broadcast its weights. groups: common
-    name of the update's groups. address, port: rendezvous. world: members per group. update: id of
-    this attempt."""
+    """Order to join this rank's group (if not joined yet) and broadcast its weights."""
 
-    groups: str
-    address: str
-    port: int
-    world: int
+    groups: str  # common name of the update's groups
+    address: str  # rendezvous
+    port: int  # rendezvous
+    world: int  # members per group
     backend: str
     timeout_s: float
-    update: str
+    update: str  # id of this attempt
 
     def name_of(self, sender: int) -> str:
         return f"{self.groups}_{sender}"

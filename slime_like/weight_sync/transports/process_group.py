@@ -121,9 +121,14 @@ class BroadcastGroup:
     """A group of one sender and all ranks of all servers, driven by trainer rank 0, which calls the
     servers. The sender is rank 0 of the group; the ranks of server i follow those of server i - 1.
 
-    calls: client of each server. sizes: ranks of each server. sends_here: this process is the
-    sender. stopped: raises BroadcastFailed if a sender elsewhere has failed. Raises BroadcastFailed
-    if joining takes longer than the rendezvous' time limit.
+    Args:
+        calls: Client of each server.
+        sizes: Ranks of each server.
+        sends_here: This process is the sender.
+        stopped: Raises BroadcastFailed if a sender elsewhere has failed.
+
+    Raises:
+        BroadcastFailed: If joining takes longer than the rendezvous' time limit.
     """
 
     def __init__(
@@ -182,9 +187,14 @@ class BroadcastGroup:
         is_last: bool,
         stopped: Callable[[], None] = lambda: None,
     ) -> None:
-        """Send one bucket; returns when all servers have it. flat: its bytes if this process is the
-        sender. is_last: last bucket of the update. stopped: see the class. Raises BroadcastFailed
-        within the time limit."""
+        """Send one bucket; returns when all servers have it. Raises BroadcastFailed within the time
+        limit.
+
+        Args:
+            flat: Its bytes if this process is the sender.
+            is_last: Last bucket of the update.
+            stopped: See the class.
+        """
         self._stopped = stopped
         body: dict[str, object] = {
             "names": [t.name for t in tensors],

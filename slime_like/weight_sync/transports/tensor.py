@@ -39,12 +39,12 @@ from slime_like.weights.gather import WeightStream
 
 @dataclass(frozen=True, slots=True)
 class NodeOrder:
-    """Order for the first rank of each node to send to the servers there. targets: sending rank ->
-    {server address: tensor-parallel size}. as_handles: CUDA IPC handles instead of bytes."""
+    """Order for the first rank of each node to send to the servers there."""
 
+    # sending rank -> {server address: tensor-parallel size}
     targets: Mapping[int, Mapping[str, int]]
     version: int
-    as_handles: bool
+    as_handles: bool  # CUDA IPC handles instead of bytes
     connect_s: float
     timeout_s: float
 
@@ -153,8 +153,12 @@ def sender_of(worker: Worker) -> int:
 
 
 def tensor_update(bucket: Bucket, flat: Tensor, version: int, ranks: int) -> dict[str, Any]:
-    """The request body of one bucket. flat: its bytes; on a GPU they must stay alive until the
-    server responds. ranks: server ranks, each of which opens its own entry."""
+    """The request body of one bucket.
+
+    Args:
+        flat: Its bytes; on a GPU they must stay alive until the server responds.
+        ranks: Server ranks, each of which opens its own entry.
+    """
     metadata: list[SimpleNamespace] = []
     start = 0
     for tensor in bucket.tensors:

@@ -40,23 +40,18 @@ def _none(reader: ConfigReader) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PredictionNames:
-    """Names of multi-token prediction layers in a file.
+    """Names of multi-token prediction layers in a file."""
 
-    layer: Prefix of such a layer, with "{layer}" for its number.
-    parameters: Parameters in addition to those of a transformer layer, by our name within the
-        layer.
-    layers: Prefix of the model's own layers, from which the layer's other names are derived.
-    after_the_last: Numbering continues after the model's own layers; otherwise it starts at 0.
-    copies: Own tensor of the model -> name under which a file may repeat it.
-    count: Number of such layers in a file.
-    """
-
-    layer: str
+    layer: str  # prefix of such a layer, with "{layer}" for its number
+    # parameters in addition to those of a transformer layer, by our name within the layer
     parameters: Mapping[str, mappings.Mapping]
+    # prefix of the model's own layers, from which the layer's other names are derived
     layers: str = "model.layers.{layer}"
+    # numbering continues after the model's own layers; otherwise it starts at 0
     after_the_last: bool = False
+    # own tensor of the model -> name under which a file may repeat it
     copies: Mapping[str, str] = field(default_factory=dict)
-    count: Callable[[ConfigReader], int] = _none
+    count: Callable[[ConfigReader], int] = _none  # number of such layers in a file
 
 
 def _no_prefixes(reader: ConfigReader) -> tuple[str, ...]:
@@ -98,56 +93,46 @@ WINDOWS = frozenset({"full_attention", "sliding_attention"})  # `layer_types` wi
 
 @dataclass(frozen=True, slots=True)
 class ModelFamily:
-    """One architecture.
+    """One architecture."""
 
-    architecture: Value of ``architectures`` in config.json.
-    parameters: megatron-core parameter -> mapping from Hugging Face tensors, in the order of
-        the network; "{layer}" in a name is the layer's number, "{expert}" the expert's.
-    required: Required keys of config.json, beyond those of every architecture.
-    keys: Other keys that are read or have no effect; any further key is an error.
-    qkv_bias, qk_norm: Properties of the attention; `settings` may disable them for a file
-        without these parameters.
-    rotary_percent: Share of the head dimension that is rotated if a file has no
-        `partial_rotary_factor`; None: everything, and a partial factor is rejected.
-    windows: Layers with a sliding window if a file has no `layer_types`; None: windows are
-        rejected.
-    settings: Further fields of TransformerConfig, computed from the keys.
-    other_model_types: Equivalent model types of other publishers.
-    untrained_layers: Number of layers after the model's own that are not loaded.
-    text_config: The language model's keys are in this object of the file.
-    stand_ins: Required key -> key that is read if it is absent.
-    published: Prefixes of the names of published models.
-    tiny: Additional config.json keys of a tiny model (scripts/make_tiny_model.py).
-    untrained_prefixes: Name prefixes of other weights that are not loaded.
-    unused_weights: Further such prefixes, computed for one file.
-    layer_types: Accepted values of the file's `layer_types`; `settings` maps those other than
-        "full_attention".
-    same_as: Model type of an equivalent class in transformers, if it has none of this name.
-    rope_theta: transformers' default_theta, for files without one.
-    prediction: Names of the multi-token prediction layers, if they can be trained.
-    """
-
-    architecture: str
+    architecture: str  # value of ``architectures`` in config.json
     model_type: str
+    # megatron-core parameter -> mapping from Hugging Face tensors, in the order of the network;
+    # "{layer}" in a name is the layer's number, "{expert}" the expert's
     parameters: Mapping[str, mappings.Mapping]
+    # required keys of config.json, beyond those of every architecture
     required: tuple[str, ...] = ()
+    # other keys that are read or have no effect; any further key is an error
     keys: frozenset[str] = field(default_factory=frozenset)
+    # qkv_bias, qk_norm: properties of the attention; `settings` may disable them for a file without
+    # these parameters
     qkv_bias: bool = False
     qk_norm: bool = False
+    # share of the head dimension that is rotated if a file has no `partial_rotary_factor`; None:
+    # everything, and a partial factor is rejected
     rotary_percent: Callable[[ConfigReader], float] | None = None
+    # layers with a sliding window if a file has no `layer_types`; None: windows are rejected
     windows: Callable[[ConfigReader], list[bool]] | None = None
+    # further fields of TransformerConfig, computed from the keys
     settings: Callable[[ConfigReader], dict[str, object]] = _no_settings
-    other_model_types: tuple[str, ...] = ()
+    other_model_types: tuple[str, ...] = ()  # equivalent model types of other publishers
+    # number of layers after the model's own that are not loaded
     untrained_layers: Callable[[ConfigReader], int] = _none
-    text_config: bool = False
+    text_config: bool = False  # the language model's keys are in this object of the file
+    # required key -> key that is read if it is absent
     stand_ins: Mapping[str, str] = field(default_factory=dict)
-    published: tuple[str, ...] = ()
+    published: tuple[str, ...] = ()  # prefixes of the names of published models
+    # additional config.json keys of a tiny model (scripts/make_tiny_model.py)
     tiny: Mapping[str, object] = field(default_factory=dict)
-    untrained_prefixes: tuple[str, ...] = ()
+    untrained_prefixes: tuple[str, ...] = ()  # name prefixes of other weights that are not loaded
+    # further such prefixes, computed for one file
     unused_weights: Callable[[ConfigReader], tuple[str, ...]] = _no_prefixes
+    # accepted values of the file's `layer_types`; `settings` maps those other than "full_attention"
     layer_types: frozenset[str] = frozenset({"full_attention"})
+    # model type of an equivalent class in transformers, if it has none of this name
     same_as: str | None = None
-    rope_theta: float = 10000.0
+    rope_theta: float = 10000.0  # transformers' default_theta, for files without one
+    # names of the multi-token prediction layers, if they can be trained
     prediction: PredictionNames | None = None
 
 

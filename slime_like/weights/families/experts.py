@@ -20,19 +20,16 @@ WITHOUT_EFFECT = frozenset({"router_aux_loss_coef", "output_router_logits"})
 
 @dataclass(frozen=True, slots=True)
 class ExpertKeys:
-    """Names of the keys in a family's config.json that configure its experts.
+    """Names of the keys in a family's config.json that configure its experts."""
 
-    experts: alternative names of the number of experts; a file has one of them. ffn: inner size of
-    an expert. norm_topk: key that enables renormalising the selected weights, with its default;
-    None if they are always renormalised. dense_layers: some layers may be dense (`mlp_only_layers`,
-    `decoder_sparse_step`). shared: inner size of the gated shared expert; None if there is none.
-    """
-
-    experts: tuple[str, ...]
-    ffn: str
+    experts: tuple[str, ...]  # alternative names of the number of experts; a file has one of them
+    ffn: str  # inner size of an expert
+    # key that enables renormalising the selected weights, with its default; None if they are always
+    # renormalised
     norm_topk: tuple[str, bool] | None = None
+    # some layers may be dense (`mlp_only_layers`, `decoder_sparse_step`)
     dense_layers: bool = False
-    shared: str | None = None
+    shared: str | None = None  # inner size of the gated shared expert; None if there is none
 
     @property
     def keys(self) -> frozenset[str]:
@@ -48,8 +45,12 @@ class ExpertKeys:
 
 
 def expert_parameters(block: str, gate: str, up: str, down: str) -> dict[str, Mapping]:
-    """Router and experts of a layer. block: name of the MoE block in the file; gate, up, down:
-    names of an expert's three projections."""
+    """Router and experts of a layer.
+
+    Args:
+        block: Name of the MoE block in the file.
+        gate, up, down: Names of an expert's three projections.
+    """
     expert = f"{block}.experts.{{expert}}"
     return {
         f"{MLP}.router.weight": ReplicatedRows(f"{block}.gate.weight", "experts"),

@@ -17,8 +17,12 @@ def one_layer(reader: ConfigReader) -> int:
 
 
 def _parts(joined: Mapping, embedding: str, hidden: str, last: str) -> dict[str, Mapping]:
-    """Parameters in addition to a transformer layer. joined: mapping of the projection; embedding,
-    hidden, last: names of its two norms and of the final norm."""
+    """Parameters in addition to a transformer layer.
+
+    Args:
+        joined: Mapping of the projection.
+        embedding, hidden, last: Names of its two norms and of the final norm.
+    """
     return {
         "enorm.weight": Replicated(embedding),
         "hnorm.weight": Replicated(hidden),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import griffe
 
-from scripts.docs_fields import FieldDocstrings, comment_of, split_fields
+from scripts.docs_fields import FieldDocstrings, comment_of, descriptions
 
 
 def test_a_comment_behind_comes_before_those_above() -> None:
@@ -15,28 +15,20 @@ def test_a_comment_behind_comes_before_those_above() -> None:
     assert found == ["[T]", "two lines", ""]
 
 
-def test_a_docstring_is_split_at_fields_at_the_start_of_sentences() -> None:
-    text = (
-        "One row. a, b: [T] int64,\nor none: see b. c: a number (d: not here). x: no field.\n\n"
-        "d: last. The end."
-    )
-    assert split_fields(text, {"a", "b", "c", "d"}) == (
-        "One row.",
-        {
-            **dict.fromkeys("ab", "[T] int64, or none: see b."),
-            "c": "a number (d: not here). x: no field.",
-            "d": "last. The end.",
-        },
-    )
-    assert split_fields("Nothing: of the kind.", {"a"}) == ("Nothing: of the kind.", {})
+def test_a_comment_of_several_fields_is_for_each() -> None:
+    comments = {"a": "a, b: [T] int64", "b": "", "c": "c, x: 2", "d": ""}
+    assert descriptions(comments) == {"a": "[T] int64", "b": "[T] int64", "c": "c, x: 2"}
 
 
 ROWS = '''
 class Row:
-    """One row. length: L."""
+    """One row."""
 
     tokens: Tensor  # [L] int64
+    # length, start: of the
+    # response
     length: int
+    start: int
     # of the model
     _hidden: int = 0
     mode = "a"  # or "b"
@@ -57,6 +49,7 @@ def test_a_class_gets_a_list_of_its_fields(tmp_path: Path) -> None:
         "rows", search_paths=[tmp_path], extensions=griffe.Extensions(FieldDocstrings())
     )
     assert rows["Row"].docstring.value == (
-        'One row.\n\nAttributes:\n    tokens: [L] int64\n    length: L.\n    mode: or "b"'
+        "One row.\n\nAttributes:\n    tokens: [L] int64\n    length: of the response\n"
+        '    start: of the response\n    mode: or "b"'
     )
     assert rows["Bare"].docstring is None
