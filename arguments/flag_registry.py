@@ -9,15 +9,17 @@ from functools import cache, lru_cache
 
 import slime_like.losses  # noqa: F401  (fills the registries)
 from arguments import schema
-from arguments.aliases import (
+from arguments.flags import Flag, flags_of, normalise
+from arguments.megatron import megatron_flags
+from arguments.schema.megatron import MegatronSpellings
+from arguments.translate.names import (
     ALIASES,
     ESTIMATORS_THAT_ARE_LOSSES,
     NAMES_ELSEWHERE,
+    NEGATED_ALIASES,
     NOT_IMPLEMENTED,
+    not_implemented,
 )
-from arguments.flags import Flag, flags_of
-from arguments.megatron import megatron_flags
-from arguments.schema.megatron import MegatronSpellings
 from slime_like.advantages.registry import advantage_estimators
 from slime_like.config import flag_name
 from slime_like.engines.registry import rollout_engines
@@ -89,12 +91,6 @@ IMPORT_MODULES = Flag(
     ("--import-modules", "--external-lib"),
     metavar="FILE.PY|MODULE ...",
 )
-
-
-def normalise(name: str) -> str:
-    """``--Sapo.tau_pos`` -> ``--sapo-tau-pos``: dashes, underscores and SkyRL's dots are
-    equivalent."""
-    return "--" + name.lstrip("-").replace("_", "-").replace(".", "-")
 
 
 def loss_flags() -> list[Flag]:
@@ -183,6 +179,19 @@ class FlagTable:
                     f"{name} is both {flag.dest} and {self.spellings[name].flag.dest}"
                 )
                 self.spellings[name] = Spelling(flag, value)
+
+    def aliases(self) -> dict[str, Spelling]:
+        """Further spellings, of other frameworks, that --help does not list."""
+        found = {typed: self.spellings[ours] for typed, ours in ALIASES.items()}
+        for typed, ours in NEGATED_ALIASES.items():
+            spelling = self.spellings[ours]
+            found[typed] = replace(spelling, value=not spelling.value)
+        return found
+
+    def rejection(self, name: str) -> str | None:
+        """Why a known flag cannot be used; None if it can or is unknown."""
+        spelling = self.spellings.get(name)
+        return not_implemented(name) if spelling is None else spelling.flag.rejection or None
 
     def with_flags(self, added: Iterable[Flag]) -> FlagTable:
         """This table with additional flags, which may replace ones that are not implemented."""

@@ -20,6 +20,24 @@ from slime_like.config import Range, flag_name
 
 Kind = Literal["value", "list", "switch", "json"]
 
+# Prefix of flags that are passed on -> the setting that collects them.
+PASSED_ON: Mapping[str, str] = {
+    "--sglang-": "sglang_server_flags",
+    "--router-": "sglang_router_flags",
+}
+# List fields to which every occurrence of the flag adds.
+APPENDED = ("rollout_sample_hook_path",)
+# Fields that scripts set from a variable that may be empty -> what applies then.
+MAY_BE_EMPTY: Mapping[str, str] = {
+    "wandb_key": "W&B uses WANDB_API_KEY or wandb login",
+}
+
+
+def normalise(name: str) -> str:
+    """``--Sapo.tau_pos`` -> ``--sapo-tau-pos``: dashes, underscores and SkyRL's dots are
+    equivalent."""
+    return "--" + name.lstrip("-").replace("_", "-").replace(".", "-")
+
 
 @dataclass(frozen=True, slots=True)
 class Flag:

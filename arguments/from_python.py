@@ -6,8 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from os import PathLike, fspath
 
-from arguments.aliases import PASSED_ON
 from arguments.flag_registry import FlagTable
+from arguments.flags import PASSED_ON
 from arguments.parser import LauncherParser
 from arguments.run_file import read_section
 from arguments.values import ParsedArgs

@@ -14,13 +14,14 @@ from typing import NoReturn
 from arguments.config_groups import ConfigGroups
 from arguments.critic_layout import build_critic
 from arguments.draft import Draft, Program, make_draft, settings_of
-from arguments.flag_registry import FlagTable, flag_table, normalise
+from arguments.flag_registry import FlagTable, flag_table
+from arguments.flags import normalise
 from arguments.from_python import as_words, read_settings
 from arguments.help import SERVER_USAGE, TRAIN_USAGE
 from arguments.hf.model import HfModel, UnsupportedNetwork, read_hf_model
+from arguments.loss_settings import choose_loss, resolve_loss
 from arguments.megatron_configs import build_megatron_configs, resolve_transformer_impl
-from arguments.parser import HelpRequested, LauncherParser
-from arguments.resolve_loss import choose_loss, resolve_aliases
+from arguments.parser import CUSTOM_GROUP, HelpRequested, LauncherParser
 from arguments.rules.algorithm import completed_critic, has_critic
 from arguments.rules.declared import declared_warnings
 from arguments.rules.distillation import completed_distillation
@@ -33,15 +34,14 @@ from arguments.rules.sglang import completed_sglang
 from arguments.run_config import RunConfig
 from arguments.run_file import read_run_file
 from arguments.schema import PreflightConfig
-from arguments.slime_launch import apply_slime_defaults, slime_world_size
 from arguments.surroundings import require_surroundings
 from arguments.teacher import build_teacher
+from arguments.translate.settings import planned_world_size, translate_settings
 from arguments.values import ParsedArgs, merge
-from slime_like.config import ConfigError, Problem, flag_name
+from slime_like.config import ConfigError, Problem
 from slime_like.distributed.signals import LAUNCHER_STATUS_FILE
 from slime_like.errors import RunError
 from slime_like.import_utils import load_module
-from slime_like.losses.off_policy_config import OffPolicyConfig
 from slime_like.registry import registrations
 
 CONFIG_EXIT_STATUS = 2
@@ -90,14 +90,22 @@ def parse_args(argv: Sequence[str], world_size: int, program: Program = TRAIN) -
         argv: Without the program's name.
         world_size: Number of processes.
     """
-    # --help shows the flags of user modules too, which are imported first
-    without_help = _without_help(argv)
-    parsed, table = _read(
-        lambda parser: _sources(without_help, parser),
-        lambda parser: _sources(argv, parser),
-        program,
-    )
+    parsed, table = _read_command_line(argv, program)
     return _resolve(parsed, table, argv, world_size, program)
+
+
+def translate(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """A command line of train.py in our own flags, its run file included, and warnings about what
+    is read in another way than it was written. Rules are not checked. Raises as `parse_args`."""
+    parsed, table = _read_command_line(argv, TRAIN)
+    if parsed.problems:
+        raise ConfigError(_deduplicated(parsed.problems, table))
+    parsed.values.pop("config", None)
+    for flag in table.flags:
+        value = parsed.custom.get(flag.dest)
+        if flag.group == CUSTOM_GROUP and value != flag.default:
+            parsed.values[flag.dest] = value
+    return as_words(parsed, table), parsed.warnings
 
 
 def make_config(
@@ -137,7 +145,7 @@ def _resolve(
     loss, policy_loss = choose_loss(parsed, table)
     checkpoint = _read_checkpoint(parsed)
     preflight = settings_of(PreflightConfig, parsed.values)
-    planned = slime_world_size(parsed.values) if preflight.preflight else None
+    planned = planned_world_size(parsed.values) if preflight.preflight else None
     world_size = preflight.world_size or planned or world_size
     draft = make_draft(parsed, loss, policy_loss, checkpoint, world_size, program)
     problems = parsed.problems + [
@@ -228,11 +236,19 @@ def _read(
     merged = merge(sources.run_file, sources.settings)
     merged.custom = custom
     merged.problems = problems + merged.problems
-    resolve_aliases(merged)
-    _resolve_icepop(merged)
-    _resolve_kl_in_reward(merged)
-    apply_slime_defaults(merged)
+    translate_settings(merged)
+    resolve_loss(merged)
     return merged, parser.table
+
+
+def _read_command_line(argv: Sequence[str], program: Program) -> tuple[ParsedArgs, FlagTable]:
+    # --help shows the flags of user modules too, which are imported first
+    without_help = _without_help(argv)
+    return _read(
+        lambda parser: _sources(without_help, parser),
+        lambda parser: _sources(argv, parser),
+        program,
+    )
 
 
 def _without_help(argv: Sequence[str]) -> list[str]:
@@ -287,37 +303,6 @@ def _with_run_file(parsed: ParsedArgs, parser: LauncherParser, words: Sequence[s
         except ConfigError as error:
             parsed.problems += error.problems
     return Sources(parsed, run_file, words)
-
-
-def _resolve_icepop(parsed: ParsedArgs) -> None:
-    """Replace slime's icepop_function by our IcePop: a token mask and truncated importance sampling
-    with the same bounds."""
-    values = parsed.values
-    path = str(values.get("custom_tis_function_path", ""))
-    if not path.endswith("icepop_function"):
-        return
-    del values["custom_tis_function_path"]
-    if values.get("tis_ratio_type") != "token":
-        message = "has no effect without --use-tis; add it"
-        parsed.add_problem("--custom-tis-function-path", path, message)
-    for side in ("low", "high"):
-        field = f"token_tis_ratio_clip_{side}"
-        bound = values.get(field, getattr(OffPolicyConfig(), field))
-        name = f"token_mask_is_threshold_{side}"
-        if values.setdefault(name, bound) != bound:
-            flag = "--tis-clip-low" if side == "low" else "--tis-clip"
-            message = f"conflicts with {flag} {bound:g}, which is IcePop's bound; remove it"
-            parsed.add_problem(flag_name(name), values[name], message)
-
-
-def _resolve_kl_in_reward(parsed: ParsedArgs) -> None:
-    """With SkyRL's use_kl_in_reward, its kl_loss_coef is our kl_coef."""
-    values = parsed.values
-    if values.pop("use_kl_in_reward", None) and "kl_coef" not in values:
-        if "kl_loss_coef" in values:
-            values["kl_coef"] = values.pop("kl_loss_coef")
-        else:
-            parsed.add_problem("--use-kl-in-reward", None, "requires a weight; use --kl-coef")
 
 
 def _read_checkpoint(parsed: ParsedArgs) -> HfModel | None:

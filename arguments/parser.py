@@ -10,35 +10,20 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import re
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import NoReturn, cast
 
 import slime_like
 from arguments import values
-from arguments.aliases import (
-    ALIASES,
-    APPENDED,
-    DEPRECATED,
-    IGNORED,
-    MAY_BE_EMPTY,
-    NEGATED_ALIASES,
-    NEUTRAL_VALUES,
-    NO_EFFECT,
-    PASSED_ON,
-    PRESETS,
-    not_implemented,
-    without_skyrl_prefix,
-)
-from arguments.flag_registry import FlagTable, normalise
-from arguments.flags import Flag, Kind
+from arguments.flag_registry import FlagTable
+from arguments.flags import APPENDED, MAY_BE_EMPTY, PASSED_ON, Flag, Kind, normalise
 from arguments.help import help_text
+from arguments.translate.flags import deprecation, is_foreign, translate_flag
+from arguments.translate.words import hydra_pair, translate_words, without_skyrl_prefix
 from arguments.values import ParsedArgs, legal_values
 from slime_like.config import ConfigError, Problem
 from slime_like.import_utils import load_function
-
-_HYDRA = re.compile(r"\+{0,2}([A-Za-z][\w.]*)=(.*)", re.DOTALL)
 
 
 class LauncherParser(argparse.ArgumentParser):
@@ -83,10 +68,8 @@ class LauncherParser(argparse.ArgumentParser):
             )
             if flag.off:
                 group.add_argument(*flag.off, dest=flag.dest, action=Setting, flag=flag, on=False)
-        for typed, ours in (*ALIASES.items(), *NEGATED_ALIASES.items()):
-            spelling = self.table.spellings[ours]
-            on = spelling.value if typed in ALIASES else not spelling.value
-            action = Setting([typed], spelling.flag.dest, spelling.flag, on)
+        for typed, spelling in self.table.aliases().items():
+            action = Setting([typed], spelling.flag.dest, spelling.flag, spelling.value)
             action.help = argparse.SUPPRESS
             self._option_string_actions[typed] = action
 
@@ -102,13 +85,11 @@ class LauncherParser(argparse.ArgumentParser):
         self._strict = True
         self._namespace, extras = self._parse(argv, argparse.Namespace())
         for word in extras:
-            pair = _HYDRA.fullmatch(word)
+            pair = hydra_pair(word)
             if pair is None:
                 self.parsed.add_problem(word, None, "is not a flag; values follow their flag")
             else:
-                self.parsed.add_problem(
-                    pair[1], pair[2], f"unknown key; {self.table.hint(pair[1])}"
-                )
+                self.parsed.add_problem(*pair, f"unknown key; {self.table.hint(pair[0])}")
         self.parsed.check_turned_off()
         return self.parsed
 
@@ -154,28 +135,17 @@ class LauncherParser(argparse.ArgumentParser):
     def _expand(self, argv: Sequence[str]) -> list[str]:
         """The command line with all flags in their registered spelling."""
         words: list[str] = []
-        expects_value = False
-        arguments = iter(argv)
-        for word in arguments:
-            if word in ("--help", "-h"):
-                # joined, because argparse rejects a separate word that looks like a flag
-                words.append("=".join(["--help", *itertools.islice(arguments, 1)]))
-                continue
-            hydra = None if expects_value else _HYDRA.fullmatch(word)
-            if hydra is not None and self.is_flag_name(hydra[1]):
-                word = f"--{hydra[1]}={hydra[2]}"
+        for word in translate_words(_joined_help(argv), self):
             if not values.is_flag(word):
                 words.append(word)
-                expects_value = False
                 continue
             typed, equals, inline = word.partition("=")
             name = self._registered_name(typed)
             self.typed[name] = typed
             if equals and self._is_custom_switch(name):
                 words += self._expand_switch(typed, name, inline)
-                continue
-            words.append(name + equals + inline)
-            expects_value = not equals and self._expects_value(name)
+            else:
+                words.append(name + equals + inline)
         return words
 
     def _registered_name(self, typed: str) -> str:
@@ -183,8 +153,9 @@ class LauncherParser(argparse.ArgumentParser):
             return typed
         return without_skyrl_prefix(normalise(typed), self._option_string_actions)
 
-    def _expects_value(self, name: str) -> bool:
-        action = self._option_string_actions.get(name)
+    def takes_value(self, typed: str) -> bool:
+        """Whether the word after this flag belongs to it."""
+        action = self._option_string_actions.get(self._registered_name(typed))
         return action is not None and action.nargs not in (0, "?")
 
     def _is_custom_switch(self, name: str) -> bool:
@@ -253,21 +224,14 @@ class LauncherParser(argparse.ArgumentParser):
 
     def _is_other(self, name: str) -> bool:
         return (
-            name in PRESETS
-            or name in NO_EFFECT
-            or name in IGNORED
+            is_foreign(name)
             or self._passed_on(name) is not None
-            or self._rejection(name) is not None
+            or self.table.rejection(name) is not None
         )
-
-    def _rejection(self, name: str) -> str | None:
-        """Why a known flag cannot be used; None if it can or is unknown."""
-        spelling = self.table.spellings.get(name)
-        return not_implemented(name) if spelling is None else spelling.flag.rejection or None
 
     def _passed_on(self, name: str) -> str | None:
         """The prefix if this flag is passed on to another program (see `PASSED_ON`)."""
-        if name in self.table.spellings or not_implemented(name) is not None:
+        if name in self.table.spellings or self.table.rejection(name) is not None:
             return None
         return next((prefix for prefix in PASSED_ON if name.startswith(prefix)), None)
 
@@ -275,7 +239,7 @@ class LauncherParser(argparse.ArgumentParser):
         self, flag: Flag, typed: str, value: object, on: bool | None, parsed: ParsedArgs
     ) -> None:
         """Set a field to a raw value, which is converted here. on: False for a negated spelling."""
-        self._note_deprecation(typed, parsed)
+        parsed.warnings += deprecation(typed, self._registered_name(typed))
         try:
             result = values.convert(flag, value)
         except ValueError as error:
@@ -292,50 +256,18 @@ class LauncherParser(argparse.ArgumentParser):
     def apply_other(self, typed: str, value: object, parsed: ParsedArgs) -> None:
         """Process a flag that is not a setting itself. value: True if none was given."""
         name = self._registered_name(typed)
-        if name in IGNORED:
-            if value not in ("null", None, False):
-                parsed.warnings.append(f"{typed} has no effect here: {IGNORED[name]}")
+        if translate_flag(name, typed, value, parsed):
             return None
-        if name in PRESETS or name in NO_EFFECT:
-            return self._apply_preset(name, typed, value, parsed)
         if (prefix := self._passed_on(name)) is not None:
             holder = PASSED_ON[prefix]
             key = name.removeprefix(prefix).replace("-", "_")
             parsed.values[holder] = {**parsed.values.get(holder, {}), key: value}
-            return
+            return None
         if not typed.startswith("--") and (ours := normalise(typed)) in self._option_string_actions:
             return parsed.add_problem(typed, None, f"flags start with two dashes: {ours}")
-        if (reason := self._rejection(name)) is not None:
-            if str(value) in NEUTRAL_VALUES.get(name, ()):
-                return None
+        if (reason := self.table.rejection(name)) is not None:
             return parsed.add_problem(typed, None, f"not implemented ({reason}); remove it")
-        parsed.add_problem(typed, None, f"unknown flag; {self.table.hint(name)}")
-
-    def _apply_preset(self, name: str, typed: str, value: object, parsed: ParsedArgs) -> None:
-        if value in ("null", None):
-            return
-        try:
-            on = values.read_switch(value)
-        except ValueError:
-            dests = PRESETS.get(name, {})
-            parsed.add_problem(typed, value, values.SWITCH_VALUES, next(iter(dests), None))
-            return
-        if on:
-            self._note_deprecation(typed, parsed)
-        if name in NO_EFFECT and on:
-            parsed.warnings.append(f"{typed} has no effect here: {NO_EFFECT[name]}")
-        for dest, preset in PRESETS.get(name, {}).items():
-            if on or isinstance(preset, bool):
-                parsed.assign(dest, preset if on else not preset, typed)
-            else:
-                parsed.turn_off(dest, preset, typed)
-
-    def _note_deprecation(self, typed: str, parsed: ParsedArgs) -> None:
-        replacement = DEPRECATED.get(normalise(typed)) or DEPRECATED.get(
-            self._registered_name(typed)
-        )
-        if replacement is not None:
-            parsed.warnings.append(f"{typed} is deprecated; use {replacement}")
+        return parsed.add_problem(typed, None, f"unknown flag; {self.table.hint(name)}")
 
     def set_key(
         self,
@@ -369,7 +301,7 @@ class LauncherParser(argparse.ArgumentParser):
             return self.store(action.flag, typed, value, action.on, parsed)
         if action is not None and action in self._custom.values():
             parsed.custom_argv += custom_argv(action, name, value)
-        elif value is None or (value is False and self._rejection(name) is not None):
+        elif value is None or (value is False and self.table.rejection(name) is not None):
             pass  # switched off, which is the default
         else:
             self.apply_other(typed, value, parsed)
@@ -427,6 +359,7 @@ class LauncherParser(argparse.ArgumentParser):
 
 
 CUSTOM_ARGUMENTS = "--custom-arguments-path"
+CUSTOM_GROUP = "custom arguments"  # of user-defined flags
 
 
 class HelpRequested(Exception):
@@ -517,6 +450,15 @@ class Version(argparse.Action):
         raise HelpRequested(f"slime_like {slime_like.__version__}")
 
 
+def _joined_help(argv: Sequence[str]) -> Iterator[str]:
+    """The command line with --help and its word joined, because argparse rejects a separate word
+    that looks like a flag."""
+    arguments = iter(argv)
+    for word in arguments:
+        is_help = word in ("--help", "-h")
+        yield "=".join(["--help", *itertools.islice(arguments, 1)]) if is_help else word
+
+
 def custom_argv(action: argparse.Action, name: str, value: object) -> list[str]:
     """Convert a value of a run file to command-line arguments."""
     if value is None or (value is False and action.nargs == 0):
@@ -536,7 +478,7 @@ def flag_of_action(action: argparse.Action) -> Flag:
         kind = "list"
     return Flag(
         dest=action.dest,
-        group="custom arguments",
+        group=CUSTOM_GROUP,
         kind=kind,
         help="" if action.help in (None, argparse.SUPPRESS) else str(action.help),
         on=tuple(map(normalise, action.option_strings)),

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 
 import yaml
 
-from arguments.flag_registry import GROUPS, FlagTable, normalise
+from arguments.flag_registry import GROUPS, FlagTable
+from arguments.flags import normalise
+from arguments.translate.names import SECTIONS
 from arguments.unique_keys import Key, load_yaml, plain
 from arguments.values import ParsedArgs
 from slime_like.config import ConfigError, Problem
@@ -17,7 +19,6 @@ from slime_like.config import ConfigError, Problem
 if TYPE_CHECKING:
     from arguments.parser import LauncherParser
 
-SKYRL_SECTIONS = ("trainer", "megatron")
 EARLIER_SECTIONS = ("gates", "network, restated")  # of releases that had these names
 
 
@@ -63,7 +64,7 @@ def section_names(table: FlagTable) -> dict[str, str]:
     """
     titles = {flag.group for flag in table.flags if not flag.rejection} | set(GROUPS)
     titles |= {title.split(" (")[0] for title in titles}
-    names = sorted((*titles, *SKYRL_SECTIONS, *EARLIER_SECTIONS))
+    names = sorted((*titles, *SECTIONS, *EARLIER_SECTIONS))
     return {section_key(title): title for title in names}
 
 

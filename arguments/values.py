@@ -7,8 +7,8 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from arguments.aliases import PASSED_ON, VALUES_NOT_IMPLEMENTED
-from arguments.flags import Flag
+from arguments.flags import PASSED_ON, Flag
+from arguments.translate.names import VALUES_NOT_IMPLEMENTED
 from arguments.unique_keys import load_json
 from slime_like.config import Problem, flag_name, read_number, value_problem
 

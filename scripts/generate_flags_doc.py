@@ -12,12 +12,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from arguments.aliases import ALIASES, IGNORED, NO_EFFECT, NOT_IMPLEMENTED_GROUPS, PRESETS  # noqa: E402
 from arguments.flag_registry import FlagTable, flag_table  # noqa: E402
 from arguments.flags import Flag  # noqa: E402
 from arguments.help import default_text  # noqa: E402
 from arguments.megatron import CONFIGS_OF_GROUP  # noqa: E402
 from arguments.megatron_fields import FIELDS, SOME_RELEASES  # noqa: E402
+from arguments.translate.names import ALIASES, IGNORED, NO_EFFECT, NOT_IMPLEMENTED_GROUPS, PRESETS  # noqa: E402
 
 TARGET = ROOT / "docs" / "flags.md"
 HEAD = """# Flags

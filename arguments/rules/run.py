@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from arguments.critic_layout import check_critic_layout
 from arguments.flags import Flag
-from arguments.resolve_loss import loss_fields
+from arguments.loss_settings import loss_fields
 from arguments.rules.advantages import (
     ADVANTAGE_RULES,
     warn_gdpo_single_reward,

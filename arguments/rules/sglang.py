@@ -8,7 +8,7 @@ import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from arguments.aliases import PASSED_ON
+from arguments.flags import PASSED_ON
 from arguments.rules.base import Rule, Settings, problem
 from arguments.schema import SglangConfig
 from arguments.sglang_install import interpreter, nearest, packages_of, router_fields, server_fields

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from arguments.rules.base import Rule, Settings, problem
-from arguments.slime_launch import LAUNCH, SLIME_GPUS_PER_NODE
+from arguments.translate.slime import LAUNCH, SLIME_GPUS_PER_NODE
 from slime_like.config import Problem
 
 

@@ -35,6 +35,9 @@ COMMANDS: Mapping[str, Command] = {
     "preflight": Command(
         "train", "check without a GPU whether a job starts and fits in memory", ("--preflight",)
     ),
+    "translate": Command(
+        "slime_like.cli.translate", "print a command line of slime, SkyRL or Hydra in our own flags"
+    ),
     "new": Command("slime_like.cli.new", "create a project: data, reward, settings"),
     "report": Command(
         "slime_like.report.__main__", "write one HTML page about a run: curves, times, rollouts"

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from arguments.aliases import ALIASES, IGNORED, NO_EFFECT, PRESETS, not_implemented
 from arguments.flag_registry import flag_table, normalise
 from arguments.help import default_text
 from arguments.parse import parse_args
+from arguments.translate.names import ALIASES, IGNORED, NO_EFFECT, PRESETS, not_implemented
 from slime_like.advantages import advantage_estimators
 from slime_like.config import ConfigError
 from slime_like.losses import LOSS_REDUCTIONS, policy_losses

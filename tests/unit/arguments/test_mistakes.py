@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from arguments.aliases import NAMES_ELSEWHERE
 from arguments.flag_registry import flag_table
 from arguments.parse import parse_args, parse_or_exit
+from arguments.translate.names import NAMES_ELSEWHERE
 from slime_like.config import ConfigError
 from slime_like.distributed.signals import LAUNCHER_STATUS_FILE
 from tests.unit.command_lines import complete

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from arguments import get_parser
-from arguments.aliases import ALIASES, NO_EFFECT, NOT_IMPLEMENTED, VALUES_NOT_IMPLEMENTED
 from arguments.eval_sets import eval_sets_of
 from arguments.flag_registry import flag_table, normalise
 from arguments.flags import Flag
 from arguments.run_file import read_run_file
 from arguments.schema.data import EvalConfig
+from arguments.translate.names import ALIASES, NO_EFFECT, NOT_IMPLEMENTED, VALUES_NOT_IMPLEMENTED
 from arguments.values import ParsedArgs
 from slime_like.config import ConfigError
 from slime_like.rewards.registry import rewards

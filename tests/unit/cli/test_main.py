@@ -111,7 +111,7 @@ def shell_completes(line: str, folder: Path) -> list[str]:
 
 def test_shell_completion(tmp_path: Path) -> None:
     pytest.importorskip("argcomplete")
-    assert shell_completes("slime-like tr", tmp_path) == ["train"]
+    assert shell_completes("slime-like tr", tmp_path) == ["train", "translate"]
     assert shell_completes("slime-like convert meg", tmp_path) == ["megatron-to-hf"]
     assert shell_completes("slime-like train --policy-loss-type s", tmp_path) == ["sapo", "sft"]
     assert shell_completes("slime-like new --hf", tmp_path) == ["--hf-checkpoint"]

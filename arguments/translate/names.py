@@ -1,10 +1,10 @@
-"""Flags of slime, SkyRL and Megatron-LM: aliases of our flags, and flags that are not implemented,
-which are rejected with a message."""
+"""Flags of slime, SkyRL, Megatron-LM, verl, TRL and OpenRLHF: aliases of our flags, and flags that
+are not implemented, which are rejected with a message."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 
 # typed -> our flag
 ALIASES: Mapping[str, str] = {
@@ -41,12 +41,6 @@ PRESETS: Mapping[str, Mapping[str, object]] = {
     "--use-rotary-position-embeddings": {"position_embedding_type": "rope"},
     "--use-tensorboard": {"no_tensorboard": False},
     "--offload": {"offload_train": True, "offload_rollout": True},
-}
-# List fields for which slime repeats the flag with one value each.
-APPENDED = ("rollout_sample_hook_path",)
-# Fields that slime's scripts set from a variable that may be empty -> what applies then.
-MAY_BE_EMPTY: Mapping[str, str] = {
-    "wandb_key": "W&B uses WANDB_API_KEY or wandb login",
 }
 # Accepted, because what they ask for always applies.
 NO_EFFECT: Mapping[str, str] = {
@@ -202,11 +196,6 @@ _PREFIXES = {
     "--lora-": "this setting of adapters",
 }
 
-# Prefix of flags that are passed on -> the setting that collects them.
-PASSED_ON: Mapping[str, str] = {
-    "--sglang-": "sglang_server_flags",
-    "--router-": "sglang_router_flags",
-}
 # field name -> value -> reason
 VALUES_NOT_IMPLEMENTED: Mapping[str, Mapping[str, str]] = {
     "rm_type": {"random": "this reward"},
@@ -216,7 +205,9 @@ VALUES_NOT_IMPLEMENTED: Mapping[str, Mapping[str, str]] = {
 }
 # values of slime's `--advantage-estimator` that select a loss
 ESTIMATORS_THAT_ARE_LOSSES = ("gspo", "cispo")
-_SKYRL_PREFIX = re.compile(
+# sections of SkyRL's YAML files
+SECTIONS = ("trainer", "megatron")
+SKYRL_PREFIX = re.compile(
     "--(?:(?:trainer-)?algorithm-(?:off-policy-correction-)?|off-policy-correction-)"
 )
 # Names that SkyRL itself calls deprecated. slime's --use-tis is not deprecated: SkyRL's long name
@@ -233,9 +224,3 @@ def not_implemented(name: str) -> str | None:
     if name in NOT_IMPLEMENTED:
         return NOT_IMPLEMENTED[name]
     return next((reason for prefix, reason in _PREFIXES.items() if name.startswith(prefix)), None)
-
-
-def without_skyrl_prefix(name: str, known: Container[str]) -> str:
-    """``--trainer-algorithm-policy-loss-type`` -> ``--policy-loss-type``, unless the long name is a
-    flag itself."""
-    return name if name in known else _SKYRL_PREFIX.sub("--", name)

@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from arguments.loss_settings import is_supervised
 from arguments.unique_keys import load_yaml
 from arguments.values import ParsedArgs
 from slime_like.config import flag_name
@@ -35,7 +36,7 @@ OPD_REWARD = "slime.rollout.on_policy_distillation.reward_func"
 OPD_POST_PROCESS = "slime.rollout.on_policy_distillation.post_process_rewards"
 
 
-def apply_slime_defaults(parsed: ParsedArgs) -> None:
+def translate_launch(parsed: ParsedArgs) -> None:
     """Translate a command line written for slime; records problems and warnings."""
     values = parsed.values
     is_slime = any(name in values for name in LAUNCH)
@@ -56,7 +57,7 @@ def apply_slime_defaults(parsed: ParsedArgs) -> None:
         _resolve_supervised(parsed)
 
 
-def slime_world_size(values: Mapping[str, Any]) -> int | None:
+def planned_world_size(values: Mapping[str, Any]) -> int | None:
     """Number of processes that a command line written for slime asks for; None for other command
     lines."""
     if not any(name in values for name in LAUNCH):
@@ -67,7 +68,7 @@ def slime_world_size(values: Mapping[str, Any]) -> int | None:
 
 def _samples(values: Mapping[str, object]) -> bool:
     return not (
-        values.get("loss_type") == "sft_loss"
+        is_supervised(values)
         or values.get("debug_train_only")
         or values.get("load_debug_rollout_data")
     )
@@ -79,7 +80,7 @@ def _set_defaults(parsed: ParsedArgs) -> None:
     for name, value in DEFAULTS.items():
         if name not in parsed.invalid and (is_adam or name != "use_distributed_optimizer"):
             values.setdefault(name, value)
-    gpus = slime_world_size(values)
+    gpus = planned_world_size(values)
     if values.get("colocate") and values.get("rollout_num_gpus", gpus) != gpus:
         _drop(parsed, "rollout_num_gpus", "with --colocate servers get all GPUs of the trainer")
 
@@ -120,7 +121,7 @@ def _drop_unused(parsed: ParsedArgs) -> None:
 
 def _resolve_supervised(parsed: ParsedArgs) -> None:
     values = parsed.values
-    if values.get("loss_type") != "sft_loss":
+    if not is_supervised(values):
         return
     values.pop("n_samples_per_prompt", None)
     if "label_key" in values:

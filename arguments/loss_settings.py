@@ -1,5 +1,5 @@
-"""Resolve the policy loss and its settings: --policy-loss-type, slime's --advantage-estimator
-gspo|cispo, or a custom function."""
+"""The policy loss and its settings: --policy-loss-type, --loss-type of a preference loss, or a
+custom function."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import dataclasses
 from collections.abc import Mapping
 from types import SimpleNamespace
 
-from arguments.aliases import ESTIMATORS_THAT_ARE_LOSSES
 from arguments.flag_registry import FlagTable
 from arguments.values import ParsedArgs
 from slime_like.config import flag_name
@@ -19,10 +18,13 @@ CUSTOM = "custom_loss_function_path"
 PAIR_LOSS_TYPES = {"dpo_loss": "dpo", "rm_loss": "bradley_terry"}
 
 
-def resolve_aliases(parsed: ParsedArgs) -> None:
-    """Resolve aliases to the settings that they stand for, and record contradictions."""
-    _resolve_estimator(parsed)
-    _resolve_gmpo_bounds(parsed)
+def is_supervised(values: Mapping[str, object]) -> bool:
+    """Whether the run trains on given answers, before or after `resolve_loss`."""
+    return values.get("loss_type") in ("sft_loss", *PAIR_LOSS_TYPES)
+
+
+def resolve_loss(parsed: ParsedArgs) -> None:
+    """Resolve --loss-type to a policy loss, and record contradictions."""
     _check_alias_settings(parsed)
     _resolve_custom_loss(parsed)
     _resolve_pair_loss(parsed)
@@ -57,66 +59,6 @@ def loss_fields(loss: PolicyLoss) -> set[str]:
 
 def is_loss_setting(dest: str) -> bool:
     return any(dest in loss_fields(loss) for _, loss in policy_losses.items())
-
-
-def _resolve_estimator(parsed: ParsedArgs) -> None:
-    """In slime, --advantage-estimator gspo|cispo also selects the loss. gspo together with sapo
-    means SAPO with GSPO's ratio."""
-    values = parsed.values
-    name = values.get("advantage_estimator")
-    if name not in ESTIMATORS_THAT_ARE_LOSSES:
-        return
-    values["advantage_estimator"] = "grpo"
-    if CUSTOM in values:
-        return
-    chosen = policy_losses.canonical(values.setdefault("policy_loss_type", name))
-    if chosen == "sapo" and name == "gspo":
-        values.setdefault("sapo_ratio_level", "sequence")
-    elif chosen != name:
-        message = (
-            f"selects the loss {name} and conflicts with --policy-loss-type {chosen}; "
-            "use --advantage-estimator grpo with that loss"
-        )
-        parsed.add_problem("--advantage-estimator", name, message)
-    elif name == "cispo":
-        _resolve_cispo_bounds(parsed)
-
-
-def _resolve_cispo_bounds(parsed: ParsedArgs) -> None:
-    """slime's cispo uses --eps-clip as its bounds; ours has separate flags."""
-    values = parsed.values
-    low = parsed.values.get("eps_clip")
-    # the warning below asks for an own bound in addition to slime's
-    _rename_bounds(parsed, "cispo_eps_clip_low", "cispo_eps_clip_high", both_legal=True)
-    if low is not None and values["cispo_eps_clip_low"] < 1:
-        bound = 1 - values["cispo_eps_clip_low"]
-        parsed.warnings.append(
-            f"--eps-clip {low:g} bounds the cispo weight below at {bound:g}; the paper has no "
-            "lower bound: --cispo-eps-clip-low 1"
-        )
-
-
-def _resolve_gmpo_bounds(parsed: ParsedArgs) -> None:
-    """SkyRL's gmpo uses eps_clip_low and eps_clip_high as its bounds; ours has separate flags."""
-    name = parsed.values.get("policy_loss_type")
-    if name is not None and policy_losses.canonical(name) == "gmpo":
-        _rename_bounds(parsed, "gmpo_eps_low", "gmpo_eps_high")
-
-
-def _rename_bounds(parsed: ParsedArgs, low: str, high: str, *, both_legal: bool = False) -> None:
-    """--eps-clip and --eps-clip-high as the bounds `low` and `high` of a loss that has its own. As
-    for the other losses, the upper one defaults to the lower one. Records contradictions, unless
-    own bounds are legal in addition."""
-    values = parsed.values
-    if "eps_clip" in values and high not in values:
-        values.setdefault("eps_clip_high", values["eps_clip"])
-    for shared, own in (("eps_clip", low), ("eps_clip_high", high)):
-        if shared not in values:
-            continue
-        value = values.pop(shared)
-        if values.setdefault(own, value) != value and not both_legal:
-            message = f"conflicts with {flag_name(shared)} {value:g}; keep one of them"
-            parsed.add_problem(flag_name(own), values[own], message)
 
 
 def _check_alias_settings(parsed: ParsedArgs) -> None:

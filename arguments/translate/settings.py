@@ -1,0 +1,16 @@
+"""Settings that mean something else in another framework, or select its defaults."""
+
+from __future__ import annotations
+
+from arguments.translate.losses import translate_losses
+from arguments.translate.slime import planned_world_size, translate_launch
+from arguments.values import ParsedArgs
+
+__all__ = ["planned_world_size", "translate_settings"]
+
+
+def translate_settings(parsed: ParsedArgs) -> None:
+    """Replace other frameworks' meaning of our flags, after run file and command line are merged;
+    records problems and warnings."""
+    translate_losses(parsed)
+    translate_launch(parsed)
