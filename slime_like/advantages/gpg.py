@@ -12,9 +12,11 @@ from slime_like.lazy import Tensor
 
 
 def alpha(samples: int, differing: int) -> float:
+    """Samples of the rollout / those in groups whose rewards differ."""
     return samples / max(differing, 1)
 
 
 @register_outcome_estimator("gpg", batch_factor=alpha)
 def gpg(group: GroupRewards) -> Tensor:
+    """R_i - mean [n], which `alpha` multiplies for the whole rollout."""
     return group.rewards - group.rewards.mean()

@@ -14,5 +14,6 @@ EPS = 1e-6
 
 @register_outcome_estimator("grpo", scales_by_std=True)
 def grpo(group: GroupRewards) -> Tensor:
+    """(R_i - mean) / (std + 1e-6) [n], or R_i - mean without `normalize_std`."""
     centred = group.rewards - group.rewards.mean()
     return centred / (group.rewards.std() + EPS) if group.normalize_std else centred

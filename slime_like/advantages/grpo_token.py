@@ -24,7 +24,8 @@ ROUNDING = 1e-14  # relative rounding error of a mean of equal numbers
     "grpo_token", takes_token_rewards=True, needs_peers=True, scales_by_std=True
 )
 def grpo_token(batch: TokenRewards) -> list[Tensor]:
-    """Collective over the ranks that share the rollout."""
+    """A_t = r~_t + gamma A_next over active tokens, [R] per sample. Collective over the ranks that
+    share the rollout."""
     peers = batch.peers
     of_tokens = batch.token_rewards or [None] * len(batch.masks)
     if peers is None:

@@ -11,5 +11,6 @@ from slime_like.lazy import Tensor, torch
 
 @register_outcome_estimator("maxrl", divides_by_mean=True)
 def maxrl(group: GroupRewards) -> Tensor:
+    """(R_i - mean) / mean [n]."""
     mean = group.rewards.mean()
     return (group.rewards - mean) / mean if mean > 0 else torch.zeros_like(group.rewards)

@@ -11,5 +11,6 @@ from slime_like.lazy import Tensor
 
 @register_outcome_estimator("opo")
 def opo(group: GroupRewards) -> Tensor:
+    """R_i - sum_j L_j R_j / sum_j L_j [n]."""
     baseline = (group.lengths * group.rewards).sum() / group.lengths.sum().clamp(min=1)
     return group.rewards - baseline

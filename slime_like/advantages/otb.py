@@ -49,7 +49,7 @@ def token_energies(
     aliases=("optimal_token_baseline",),
 )
 def otb(batch: TokenRewards) -> list[Tensor]:
-    """Collective over the ranks that share the rollout."""
+    """A_t = G_t - B_t, [R] per sample. Collective over the ranks that share the rollout."""
     energies = batch.energies
     peers = batch.peers
     if energies is None or peers is None:

@@ -17,6 +17,8 @@ from slime_like.lazy import Tensor, torch
 
 @register_outcome_estimator("pass_at_k", scales_by_std=True, aliases=("grpo_passk",))
 def pass_at_k(group: GroupRewards) -> Tensor:
+    """R_best - R_second for the best response, 0 for the others [n]; over std + 1e-6 with
+    `normalize_std`."""
     best, index = group.rewards.topk(2)
     gap = best[0] - best[1]
     if group.normalize_std:

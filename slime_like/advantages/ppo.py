@@ -38,6 +38,8 @@ def returns(batch: TokenRewards) -> list[Tensor] | None:
     aliases=("gae",),
 )
 def ppo(batch: TokenRewards) -> list[Tensor]:
+    """A_t = delta_t + gamma lambda A_next over active tokens, [R] per sample; lambda is
+    max(0, 1 - 1 / (alpha l)) with VAPO's alpha."""
     alpha = batch.lambd_length_alpha
     if alpha is None:
         return _estimate(batch, [batch.lambd] * len(batch.masks))[0]

@@ -25,16 +25,18 @@ from slime_like.lazy import Tensor, torch
     aliases=("reinforce++",),
 )
 def reinforce_plus_plus(batch: TokenRewards) -> list[Tensor]:
+    """A_t = R_t + gamma A_next over active tokens, [R] per sample."""
     return batch_returns(batch)
 
 
 def centred(group: GroupRewards) -> Tensor:
+    """R_i - mean [n]."""
     return group.rewards - group.rewards.mean()
 
 
 @register_token_estimator("reinforce_plus_plus_baseline", outcome=centred, whitens=True)
 def reinforce_plus_plus_baseline(batch: TokenRewards) -> list[Tensor]:
-    """batch.outcomes: centred rewards."""
+    """A_t = (R - mean) - penalty_t, [R] per sample; `batch.outcomes` are `centred`."""
     return [
         torch.where(mask, outcome - penalty.double(), 0.0)
         for outcome, mask, penalty in zip(batch.outcomes, batch.masks, batch.penalties)

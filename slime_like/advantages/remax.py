@@ -12,6 +12,7 @@ from slime_like.lazy import Tensor, torch
 
 @register_token_estimator("remax", needs_greedy=True, follows_tokens=True)
 def remax(batch: TokenRewards) -> list[Tensor]:
+    """A_t = G_t - R_greedy with the discounted return G_t, [R] per sample."""
     if batch.greedy_rewards is None:
         raise ValueError(
             "--advantage-estimator remax needs the reward of a greedy response (greedy_rewards)"

@@ -199,15 +199,21 @@ def _next_values(nodes: _Nodes, counts: Sequence[float], first_values: list[floa
 
 
 def _end_rewards(tree: TokenTree, nodes: _Nodes) -> list[float]:
-    """Reward of each turn's last token."""
+    """Reward of each turn's last token: r_a, the turn's own, and at a leaf also R - sum_b r_b.
+
+    R is the episode's reward, which includes those of its turns; the sum is over the turns b with a
+    trained token in them or after them, so that no reward of a pruned turn is lost.
+    """
     rewards = [0.0] * len(nodes.parents)
     for offset, episode, outcome in zip(nodes.offsets, tree.episodes, tree.outcomes, strict=True):
         if episode is None:
             continue
-        alive = [a for a in range(len(episode.parents)) if nodes.alive[offset + a]]
-        rest = outcome - sum(episode.rewards[a] for a in alive)
-        for a in alive:
-            rewards[offset + a] = episode.rewards[a] + (0.0 if nodes.children[offset + a] else rest)
+        alive = [turn for turn in range(len(episode.parents)) if nodes.alive[offset + turn]]
+        outcome_alone = outcome - sum(episode.rewards[turn] for turn in alive)
+        for turn in alive:
+            rewards[offset + turn] = episode.rewards[turn]
+            if not nodes.children[offset + turn]:  # a leaf
+                rewards[offset + turn] += outcome_alone
     return rewards
 
 

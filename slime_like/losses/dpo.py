@@ -4,12 +4,12 @@ With the log-ratio of answer y to prompt x, summed over its active tokens,
 
     r(y) = log pi(y | x) - log pi_ref(y | x)        h = r(chosen) - r(rejected)
 
-the loss of a pair is, with beta, label smoothing e and z = log sigmoid:
+the loss l of a pair is, with beta, label smoothing e and z = log sigmoid:
 
-    sigmoid  -(1 - e) z(beta h) - e z(-beta h)                  equation 7; e > 0: conservative DPO
-    robust   (-(1 - e) z(beta h) + e z(-beta h)) / (1 - 2 e)    arXiv 2403.00409, equation 12
-    hinge    max(0, 1 - beta h)                                 SLiC, arXiv 2305.10425
-    ipo      (h - 1 / (2 beta))^2                               arXiv 2310.12036, equation 17
+    sigmoid  l = -(1 - e) z(beta h) - e z(-beta h)                  eq. 7; e > 0: conservative DPO
+    robust   l = (-(1 - e) z(beta h) + e z(-beta h)) / (1 - 2 e)    arXiv 2403.00409, eq. 12
+    hinge    l = max(0, 1 - beta h)                                 SLiC, arXiv 2305.10425
+    ipo      l = (h - 1 / (2 beta))^2                               arXiv 2310.12036, eq. 17
 
 For ipo r is the mean over the tokens, as its authors compute it and TRL does. dpo_nll_coef adds the
 mean negative log-prob of the chosen answer by token, as in arXiv 2404.19733 (TRL's rpo_alpha).

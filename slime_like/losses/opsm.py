@@ -1,8 +1,9 @@
 """Off-policy sequence masking, DeepSeek-V3.2, arXiv 2512.02556, section 3.1: an orthogonal mask for
 any loss with an old policy.
 
-Tokens with a negative advantage lose their policy term in sequences with mean(old_log_prob -
-log_prob) > delta, over the whole sequence.
+    keep = 0 where A < 0 and D > delta, else 1,      D = mean of (old_log_prob - log_prob)
+
+over the active tokens of the sequence. A token with keep = 0 loses its policy term.
 """
 
 from __future__ import annotations

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 from collections.abc import Iterator
 
 import pytest
 
+from slime_like.advantages import advantage_estimators
+from slime_like.losses import policy_losses
 from tests.paths import ROOT
 
 FOLDERS = ("slime_like", "arguments", "megatron_patches", "scripts", "benchmarks", "examples")
@@ -81,3 +84,18 @@ class Row:
         "Row has no b",
         "Row: describe length in a comment at the field",
     ]
+
+
+def test_losses_and_estimators_have_their_equations() -> None:
+    """In the head of the file or at the function, as `l = ...` and `A_t = ...`."""
+    functions = {
+        **{f"loss {name}": entry.fn for name, entry in policy_losses.items()},
+        **{f"estimator {name}": entry.fn for name, entry in advantage_estimators.items()},
+    }
+    equation = re.compile(r"\bl\s+= |\bA_\w+\s+= ")
+    without = []
+    for name, function in functions.items():
+        text = f"{inspect.getmodule(function).__doc__}{function.__doc__}"
+        if not equation.search(text) or not function.__doc__:
+            without.append(name)
+    assert without == []
