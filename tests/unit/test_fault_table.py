@@ -25,7 +25,7 @@ NAMED_AS_FAULTS = (
 )
 FILES_OF_FAULTS = (
     "unit/distributed/test_signals.py", "unit/distributed/test_signed_store.py", "unit/checkpoints/test_lock.py",
-    "unit/guards/test_guards.py",
+    "unit/guards/test_finite.py", "unit/guards/test_update.py",
     "unit/checkpoints/test_written_files.py", "unit/distributed/test_rendezvous.py", "unit/losses/test_refusals.py",
     "unit/checkpoints/test_replicas.py",
     "unit/data/test_tokenizer.py", "unit/test_import_utils.py", "unit/tinker/test_journal.py",

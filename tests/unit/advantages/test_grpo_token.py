@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from slime_like.advantages import AdvantageSettings, estimate_advantages
-from tests.unit.advantages.test_token_advantages import GROUPS, flat, outcomes, samples
+from tests.unit.advantages.token_cases import GROUPS, flat, outcomes, samples
 
 
 def by_loop(

@@ -15,7 +15,7 @@ from slime_like.advantages import (
     estimate_advantages,
     token_energies,
 )
-from tests.unit.advantages.test_token_advantages import (
+from tests.unit.advantages.token_cases import (
     GROUPS,
     REWARDS,
     energies_of,

@@ -1,0 +1,16 @@
+"""The names of rewards."""
+
+from __future__ import annotations
+
+from slime_like.rewards.registry import rewards
+
+
+def test_registry_names():
+    assert rewards.names() == [
+        *("code", "dapo", "deepscaler", "exact_match", "f1", "gpqa"),
+        *("gsm8k", "ifbench", "math", "remote_rm", "task", "zero"),
+    ]
+    bounded = [name for name, reward in rewards.items() if reward.bounded]
+    assert bounded == ["dapo", "exact_match", "f1", "gsm8k"]
+    assert [name for name, reward in rewards.items() if reward.inline] == ["zero"]
+    assert [name for name, reward in rewards.items() if reward.evaluates] == ["task"]
