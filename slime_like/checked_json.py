@@ -1,8 +1,8 @@
-"""Validate JSON from servers that may be faulty: a pydantic model describes each response.
+"""Validate JSON of servers and files, which may be faulty: pydantic models describe it.
 
-For any input, an error is an `InvalidResponse` with a one-line message that names the field, its
-value and what is legal. Models read bytes, so that pydantic parses and checks a response in one
-pass and builds no objects for fields that nobody reads.
+For any input, an error is one line that names the field, its value and what is legal. Models read
+bytes, so that pydantic parses and checks a response in one pass and builds no objects for fields
+that nobody reads.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class WrongWeightVersion(InvalidResponse):
     """Tokens with a weight version that was never sent or cannot have generated them."""
 
 
-class Response(BaseModel):
+class StrictModel(BaseModel):
     """Base of the models: numbers and text are not converted into each other, unknown fields are
     ignored."""
 
@@ -64,18 +64,20 @@ def read(model: type[M], response: object) -> M:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         if first["type"] == "json_invalid":
-            raise NotJson(f"invalid JSON ({first['ctx']['error']}): {_start(response)}") from None
-        place = "".join(f"[{at}]" if isinstance(at, int) else f".{at}" for at in first["loc"])
-        name = printable(place.removeprefix(".")) or "the response"
-        if first["type"] == "missing":
-            raise InvalidResponse(f"{name} is missing") from None
-        reason = printable(first["msg"])
-        raise InvalidResponse(f"{name} is {shown(first['input'])}: {reason}") from None
+            assert isinstance(response, bytes)
+            start = shown(response[:_SHOWN].decode("utf-8", "replace"))
+            raise NotJson(f"invalid JSON ({first['ctx']['error']}): {start}") from None
+        raise InvalidResponse(problem_of(error)) from None
 
 
-def _start(response: object) -> str:
-    assert isinstance(response, bytes)
-    return shown(response[:_SHOWN].decode("utf-8", "replace"))
+def problem_of(error: ValidationError) -> str:
+    """The first problem: field, value and what is legal."""
+    first = error.errors(include_url=False)[0]
+    place = "".join(f"[{at}]" if isinstance(at, int) else f".{at}" for at in first["loc"])
+    name = printable(place.removeprefix(".")) or "the content"
+    if first["type"] == "missing":
+        return f"{name} is missing"
+    return f"{name} is {shown(first['input'])}: {printable(first['msg'])}"
 
 
 def shown(value: object, limit: int = _SHOWN) -> str:

@@ -5,13 +5,15 @@ detects damage, not tampering: whoever can change a file can also change the man
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from slime_like import __version__
+from slime_like.checked_json import StrictModel, read
 from slime_like.checkpoints.files import (
     FileRecord,
     hash_file,
@@ -22,9 +24,18 @@ from slime_like.checkpoints.files import (
 
 MANIFEST = "manifest.json"
 FORMAT = 1
-_SHA256 = re.compile("[0-9a-f]{64}")
-
 Records = Mapping[str, FileRecord]  # path inside the checkpoint, with forward slashes -> record
+
+
+class _Record(StrictModel):
+    size: Annotated[int, Field(ge=0, lt=2**63)]
+    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+
+
+class _Manifest(StrictModel):
+    format: Literal[1]
+    files: dict[str, _Record]
+    identity: dict[str, dict[str, object]] = Field(default_factory=dict)
 
 
 def write_manifest(
@@ -55,12 +66,11 @@ def read_manifest(folder: Path) -> dict[str, FileRecord]:
         ValueError: The manifest is missing or damaged, or contains a path that cannot be a file of
             the checkpoint; names the file.
     """
-    content = _read(folder)
     records = {}
-    for name, record in content["files"].items():
-        if problem := _record_problem(name, record):
+    for name, record in _read(folder).files.items():
+        if problem := _path_problem(name):
             raise ValueError(f"checkpoint {folder}: {MANIFEST} names {name[:200]!r}, {problem}")
-        records[name] = FileRecord(record["size"], record["sha256"])
+        records[name] = FileRecord(record.size, record.sha256)
     return records
 
 
@@ -71,10 +81,7 @@ def read_identity(folder: Path) -> dict[str, dict[str, object]]:
     Raises:
         ValueError: As for `read_manifest`.
     """
-    identity = _read(folder).get("identity", {})
-    if not isinstance(identity, dict) or not all(isinstance(v, dict) for v in identity.values()):
-        raise ValueError(f"checkpoint {folder}: {MANIFEST} is damaged (its identity is no object)")
-    return identity
+    return _read(folder).identity
 
 
 def identity_differences(saved: Mapping[str, object], current: Mapping[str, object]) -> list[str]:
@@ -86,34 +93,22 @@ def identity_differences(saved: Mapping[str, object], current: Mapping[str, obje
     ]
 
 
-def _read(folder: Path) -> dict[str, Any]:
+def _read(folder: Path) -> _Manifest:
     path = folder / MANIFEST
     try:
-        content = read_json(path, folder)
-        if not isinstance(content, dict) or not isinstance(content.get("files"), dict):
-            raise ValueError("not a manifest")
-        if content.get("format") != FORMAT:
-            raise ValueError(f"format {content.get('format')!r:.80}, this version reads {FORMAT}")
+        return read(_Manifest, read_json(path, folder))
     except (OSError, ValueError) as error:
         raise ValueError(
             f"checkpoint {folder}: {path.name} is missing or damaged ({error})"
         ) from error
-    return content
 
 
-def _record_problem(name: str, record: object) -> str | None:
+def _path_problem(name: str) -> str | None:
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts:
         return "outside the checkpoint"
     if str(path) != name or name == "." or not name.isprintable():
         return "which is not the name of a checkpoint file"
-    entry = record if isinstance(record, dict) else {}
-    size = entry.get("size")
-    digest = entry.get("sha256")
-    if isinstance(size, bool) or not isinstance(size, int) or not 0 <= size < 2**63:
-        return "with an invalid size"
-    if not isinstance(digest, str) or not _SHA256.fullmatch(digest):
-        return "with an invalid SHA-256"
     return None
 
 

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
-import math
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypedDict, TypeGuard
+from typing import (
+    Annotated,
+    Any,
+    Required,  # typing's has no Required that pydantic reads
+)
 
+from pydantic import Field, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
+
+from slime_like.checked_json import problem_of
 from slime_like.checkpoints.files import read_json
 
 TRAINER_FILE = "trainer.json"
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+NetworkName = Annotated[str, Field(pattern="^[a-z_]{1,40}$")]  # also the name of its folder
 
 
 class SavedPart(TypedDict, total=False):
     """Description of one saved network."""
 
-    optimizer: list[str]
-    optimizer_step: float
-    scheduler: dict[str, object]
+    optimizer: Required[list[str]]
+    optimizer_step: Required[Annotated[float, Field(gt=-(2**63), lt=2**63)]]
+    scheduler: dict[str, object] | None
     layout: str
 
 
@@ -66,15 +74,15 @@ class SampledAhead(TypedDict):
     behind: SamplingState
 
 
-class TrainerState(SamplingState, total=False):
-    """The content of trainer.json. `read_trainer_state` checks the keys that loading uses; older
-    checkpoints lack some of the others."""
+class LoadedState(TypedDict, total=False):
+    """The keys that loading uses."""
 
-    step: int
-    world_size: int
+    step: Count
+    world_size: Annotated[int, Field(ge=1)]
     layout: str
-    networks: dict[str, SavedPart]
-    fingerprints: list[dict[str, dict[str, str]]]  # [rank][network][part], see fingerprint.py
+    networks: dict[NetworkName, SavedPart]
+    # [rank][network][part], see fingerprint.py
+    fingerprints: list[dict[str, dict[str, str]]]
     has_rng: bool
     weights_only: bool
     model: dict[str, Any]  # settings of the network, by name
@@ -82,6 +90,11 @@ class TrainerState(SamplingState, total=False):
     settings: dict[str, object]
     random_states: dict[str, str]
     evaluation_due: bool
+
+
+class TrainerState(LoadedState, SamplingState, total=False):
+    """The content of trainer.json. Older checkpoints lack some keys."""
+
     weight_version: int
     batches: BatchState
     health: HealthState | None
@@ -96,70 +109,8 @@ class TrainerState(SamplingState, total=False):
     critic_skipped_in_a_row: int
 
 
-_NETWORK = re.compile(r"[a-z_]{1,40}")  # network name, also the name of its folder
-
-
-def _is_count(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
-
-
-def _is_number(value: object) -> bool:
-    return (
-        isinstance(value, int | float)
-        and not isinstance(value, bool)
-        and abs(value) < 2**63
-        and math.isfinite(value)
-    )
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
-
-
-def _is_texts_by_name(value: object) -> bool:
-    return isinstance(value, dict) and all(map(_is_text, value.values()))
-
-
-def _is_network(value: object) -> bool:
-    return (
-        isinstance(value, dict)
-        and isinstance(value.get("optimizer"), list)
-        and all(map(_is_text, value["optimizer"]))
-        and _is_number(value.get("optimizer_step"))
-        and isinstance(value.get("scheduler"), dict | None)
-        and isinstance(value.get("layout", ""), str)
-    )
-
-
-def _are_networks(value: object) -> bool:
-    return isinstance(value, dict) and all(
-        _NETWORK.fullmatch(name) and _is_network(network) for name, network in value.items()
-    )
-
-
-def _are_fingerprints(value: object) -> bool:
-    return isinstance(value, list) and all(
-        isinstance(of_rank, dict) and all(map(_is_texts_by_name, of_rank.values()))
-        for of_rank in value
-    )
-
-
-_REQUIRED: Mapping[str, Callable[[object], bool]] = {
-    "step": _is_count,
-    "world_size": lambda value: _is_count(value) and value > 0,
-    "layout": _is_text,
-    "networks": _are_networks,
-    "fingerprints": _are_fingerprints,
-}
-_OPTIONAL: Mapping[str, Callable[[object], bool]] = {
-    "has_rng": lambda value: isinstance(value, bool),
-    "weights_only": lambda value: isinstance(value, bool),
-    "model": lambda value: isinstance(value, dict),
-    "tokenizer": lambda value: isinstance(value, dict),
-    "settings": lambda value: isinstance(value, dict),
-    "random_states": _is_texts_by_name,
-    "evaluation_due": lambda value: isinstance(value, bool),
-}
+_LOADED = TypeAdapter(LoadedState)
+REQUIRED = ("step", "world_size", "layout", "networks", "fingerprints")
 
 
 def read_trainer_state(folder: Path) -> TrainerState:
@@ -176,17 +127,15 @@ def read_trainer_state(folder: Path) -> TrainerState:
     """
     try:
         state: TrainerState = read_json(folder / TRAINER_FILE, folder)
-        entries: Mapping[str, object] = state
-        if not isinstance(entries, dict):
-            raise ValueError("not a trainer state")
-        invalid = [name for name, valid in _REQUIRED.items() if not valid(entries.get(name))]
-        invalid += [n for n, valid in _OPTIONAL.items() if n in entries and not valid(entries[n])]
-        if invalid:
-            raise ValueError(f"{invalid[0]!r} is missing or invalid")
+        _LOADED.validate_python(state, strict=True)
+        for name in REQUIRED:
+            if name not in state:
+                raise ValueError(f"{name!r} is missing")
         if len(state["fingerprints"]) != state["world_size"]:
             raise ValueError("'fingerprints' are not those of all ranks")
     except (OSError, ValueError) as error:
+        reason = problem_of(error) if isinstance(error, ValidationError) else error
         raise ValueError(
-            f"checkpoint {folder}: {TRAINER_FILE} is missing or damaged ({error})"
+            f"checkpoint {folder}: {TRAINER_FILE} is missing or damaged ({reason})"
         ) from error
     return state

@@ -99,6 +99,7 @@ def load_state(
     for name, network in trained.items():
         if with_optimizer:
             saved_schedule = state["networks"][name]["scheduler"]
+            assert saved_schedule is not None, "every network that is trained has one"
             prefix = "" if name == "policy" else f"{name}: "
             changes = resume_schedule(network.scheduler, saved_schedule)
             different += [prefix + change for change in changes]

@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field
 
-from slime_like.checked_json import Items, Response, ShortText
+from slime_like.checked_json import Items, ShortText, StrictModel
 
 _Ranks = Annotated[int, Field(ge=1, le=4096)]
 
@@ -21,13 +21,13 @@ def _check_address(text: str) -> str:
     return text.rstrip("/")
 
 
-class ModelInfo(Response):
+class ModelInfo(StrictModel):
     """/model_info."""
 
     weight_version: ShortText  # as it was sent
 
 
-class ServerInfo(Response):
+class ServerInfo(StrictModel):
     """/server_info."""
 
     tp_size: _Ranks = 1
@@ -35,11 +35,11 @@ class ServerInfo(Response):
     dp_size: _Ranks = 1
 
 
-class RankChecksums(Response):
+class RankChecksums(StrictModel):
     checksums: dict[str, ShortText]
 
 
-class Checksums(Response):
+class Checksums(StrictModel):
     """/weights_checker."""
 
     ranks: Items[RankChecksums]
@@ -52,7 +52,7 @@ class Checksums(Response):
         return by_name
 
 
-class RouterWorker(Response):
+class RouterWorker(StrictModel):
     """A server in a router's list."""
 
     id: ShortText | int
@@ -60,7 +60,7 @@ class RouterWorker(Response):
     is_healthy: bool = True  # it gets requests
 
 
-class RouterWorkers(Response):
+class RouterWorkers(StrictModel):
     """/workers of a router."""
 
     workers: Annotated[Items[RouterWorker], Field(max_length=10_000)]

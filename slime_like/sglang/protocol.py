@@ -13,7 +13,7 @@ from slime_like.checked_json import (
     InvalidResponse,
     Items,
     LogProb,
-    Response,
+    StrictModel,
     TokenId,
     WrongWeightVersion,
     printable,
@@ -37,13 +37,13 @@ class Legal:
     routed_experts: RoutesFormat | None = None  # their format, of a network with experts
 
 
-class _FinishReason(Response):
+class _FinishReason(StrictModel):
     type: FinishReason
     status_code: Annotated[int, Field(ge=100, le=599)] | None = None
     message: object = None
 
 
-class _Span(Response):
+class _Span(StrictModel):
     """Response tokens [start, end) of one weight version."""
 
     version: object
@@ -51,11 +51,11 @@ class _Span(Response):
     end: int
 
 
-class _Meta(Response):
+class _Meta(StrictModel):
     id: str | None = None
 
 
-class _Answer(Response):
+class _Answer(StrictModel):
     meta_info: _Meta
 
 

@@ -176,7 +176,7 @@ for _ in range(300):
 WRONG: dict[str, tuple[Fault, str]] = {
     "html": (text("<html>502 Bad Gateway</html>"), "invalid JSON"),
     "garbage": (text("\x00\x01{{", "application/json"), "invalid JSON"),
-    "a list": (text("[1, 2]", "application/json"), "the response is [1, 2]"),
+    "a list": (text("[1, 2]", "application/json"), "the content is [1, 2]"),
     "text alone": (text(json.dumps({"text": "hello"}), "application/json"), "meta_info is missing"),
     "fewer log-probs": (changed(log_probs(lambda p: p[:-1])), "log-probs for"),
     "more log-probs": (changed(log_probs(lambda p: [*p, p[0]])), "log-probs for"),
