@@ -20,6 +20,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +30,8 @@ from safetensors.torch import load_file
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.parity.cells import CP2, PP2, VP2, Layout  # noqa: E402
+from benchmarks.parity.cells import LAYOUTS as MATRIX  # noqa: E402
 from benchmarks.parity.models import make_model  # noqa: E402
 from slime_like.rollout.recording import save_rollout  # noqa: E402
 from slime_like.samples.groups import SampleGroup  # noqa: E402
@@ -41,67 +44,27 @@ GROUP_SIZE = 4
 LIMIT = 1e-5
 
 
-@dataclass(frozen=True)
-class Layout:
-    """A layout of several processes."""
-
-    name: str
-    ranks: int  # number of processes
-    flags: str  # additional flags
-
-
-LAYOUTS = (
-    Layout("1 process", 1, ""),
-    Layout("micro-batch 2", 1, "--micro-batch-size 2"),
-    Layout("micro-batch 4", 1, "--micro-batch-size 4"),
-    Layout("TP2", 2, "--tensor-model-parallel-size 2"),
-    Layout("TP2 SP", 2, "--tensor-model-parallel-size 2 --sequence-parallel"),
-    Layout("PP2", 2, "--pipeline-model-parallel-size 2"),
-    Layout(
-        "PP2 VP2", 2, "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
-    ),
-    Layout(
-        "PP2, 3 and 1 layers",
-        2,
-        "--pipeline-model-parallel-size 2 --decoder-last-pipeline-num-layers 1",
-    ),
-    Layout(
-        "PP3, ends count as layers",
+_OF_THE_MATRIX = (
+    "TP2", "TP2 SP", "PP2", "PP2 VP2", "DP2", "DP2 distributed optimizer", "DP2 overlap", "CP2",
+    "TP2 PP2", "CP4", "TP2 CP2", "TP2 SP CP2", "PP2 CP2",
+)  # fmt: skip
+ONE_PROCESS = "1 process"
+LAYOUTS = {
+    ONE_PROCESS: Layout(1, ""),
+    "micro-batch 2": Layout(1, "--micro-batch-size 2"),
+    "micro-batch 4": Layout(1, "--micro-batch-size 4"),
+    **{name: MATRIX[name] for name in _OF_THE_MATRIX},
+    "PP2, 3 and 1 layers": Layout(2, f"{PP2} --decoder-last-pipeline-num-layers 1"),
+    "PP3, ends count as layers": Layout(
         3,
         "--pipeline-model-parallel-size 3 --account-for-embedding-in-pipeline-split "
         "--account-for-loss-in-pipeline-split",
     ),
-    Layout(
-        "PP2 VP2, Et|tt|t|L",
-        2,
-        "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et|tt|t|L",
-    ),
-    Layout("DP2", 2, ""),
-    Layout("DP2 distributed optimizer", 2, "--use-distributed-optimizer"),
-    Layout(
-        "DP2 overlap", 2, "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
-    ),
-    Layout("CP2", 2, "--context-parallel-size 2"),
-    Layout("CP2 micro-batch 4", 2, "--context-parallel-size 2 --micro-batch-size 4"),
-    Layout("TP2 PP2", 4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"),
-    Layout("CP4", 4, "--context-parallel-size 4"),
-    Layout("TP2 CP2", 4, "--tensor-model-parallel-size 2 --context-parallel-size 2"),
-    Layout(
-        "TP2 SP CP2",
-        4,
-        "--tensor-model-parallel-size 2 --sequence-parallel --context-parallel-size 2",
-    ),
-    Layout("PP2 CP2", 4, "--pipeline-model-parallel-size 2 --context-parallel-size 2"),
-    Layout(
-        "PP2 VP2 CP2",
-        4,
-        "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 "
-        "--context-parallel-size 2",
-    ),
-    Layout(
-        "DP2 CP2", 4, "--context-parallel-size 2 --micro-batch-size 2 --use-distributed-optimizer"
-    ),
-)
+    "PP2 VP2, Et|tt|t|L": Layout(2, f"{PP2} --pipeline-model-parallel-layout Et|tt|t|L"),
+    "CP2 micro-batch 4": Layout(2, f"{CP2} --micro-batch-size 4"),
+    "PP2 VP2 CP2": Layout(4, f"{PP2} {VP2} {CP2}"),
+    "DP2 CP2": Layout(4, f"{CP2} --micro-batch-size 2 --use-distributed-optimizer"),
+}
 COMMON = (
     "--debug-train-only --lr 3e-4 --adam-eps 1e-6 --clip-grad 1.0 --weight-decay 0.1 "
     "--rollout-batch-size {groups} --n-samples-per-prompt {size} "
@@ -151,10 +114,11 @@ class Result:
 
 
 def run_layout(
-    layout: Layout, work: Path, flags: list[str], python: str = sys.executable
+    name: str, layout: Layout, work: Path, flags: list[str], python: str = sys.executable
 ) -> Result:
-    """Train in `layout`. If the run fails, raises RuntimeError with its output."""
-    out = work / layout.name.replace(" ", "_")
+    """Train in `layout`, in the folder `name`. If the run fails, raises RuntimeError with its
+    output."""
+    out = work / name.replace(" ", "_")
     common = COMMON.format(groups=GROUPS, size=GROUP_SIZE, steps=STEPS).split()
     command = [python]
     if layout.ranks > 1:
@@ -174,7 +138,7 @@ def run_layout(
     )
     if done.returncode:
         raise RuntimeError(
-            f"{layout.name}: {' '.join(command)}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+            f"{name}: {' '.join(command)}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
         )
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return Result(
@@ -219,17 +183,17 @@ def compare(name: str, base: Result, other: Result) -> Row:
     )
 
 
-def parity(work: Path, layouts: list[Layout], flags: list[str]) -> list[Row]:
-    """One row per layout except the first, with which the others are compared."""
+def parity(work: Path, names: Iterable[str], flags: list[str]) -> list[Row]:
+    """One row per layout, compared with one process."""
     make_model(work / "model", seed=3)
     make_model(work / "ref", seed=4)
     make_rollouts(str(work / "rollout_{rollout_id}"))
-    base = run_layout(layouts[0], work, flags)
-    print(f"{layouts[0].name}: losses {base.losses}, gradient norms {base.grad_norms}", flush=True)
+    base = run_layout(ONE_PROCESS, LAYOUTS[ONE_PROCESS], work, flags)
+    print(f"{ONE_PROCESS}: losses {base.losses}, gradient norms {base.grad_norms}", flush=True)
     print(f"{'layout':28} {'loss':>9} {'grad norm':>9} {'weights':>9}  worst tensor", flush=True)
     rows = []
-    for layout in layouts[1:]:
-        row = compare(layout.name, base, run_layout(layout, work, flags))
+    for name in names:
+        row = compare(name, base, run_layout(name, LAYOUTS[name], work, flags))
         rows.append(row)
         verdict = "" if row.holds else "   EXCEEDS 1e-5"
         print(
@@ -244,13 +208,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    names = [layout.name for layout in LAYOUTS[1:]]
+    names = [name for name in LAYOUTS if name != ONE_PROCESS]
     parser.add_argument("--layouts", nargs="+", choices=names, default=names)
     parser.add_argument("--policy-loss-type", default="sapo")
     options = parser.parse_args()
-    layouts = [LAYOUTS[0], *(layout for layout in LAYOUTS[1:] if layout.name in options.layouts)]
     with tempfile.TemporaryDirectory() as work:
-        rows = parity(Path(work), layouts, ["--policy-loss-type", options.policy_loss_type])
+        rows = parity(Path(work), options.layouts, ["--policy-loss-type", options.policy_loss_type])
     return 0 if all(row.holds for row in rows) else 1
 
 

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
 
+from arguments.rules.pipeline import stages_of_layout
+
 Run = tuple[str, str, str]  # a single-process run: precision, model, loss
 SEQUENCES = "--loss-reduction sequence_mean"
 LOSSES = {
@@ -174,9 +176,12 @@ def sizes_of(flags: str) -> dict[str, int]:
         "cp": "--context-parallel-size",
         "etp": "--expert-tensor-parallel-size",
     }
-    return {
+    sizes = {
         short: int(words[words.index(name) + 1]) for short, name in names.items() if name in words
     }
+    if (name := "--pipeline-model-parallel-layout") in words:
+        sizes["vp"] = len(stages_of_layout(words[words.index(name) + 1])) // sizes["pp"]
+    return sizes
 
 
 def by_sizes(cells: Sequence[Cell]) -> list[tuple[dict[str, int], list[Cell]]]:

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import save_file
 
 from arguments.parse import parse_args
-from arguments.rules.pipeline import stages_of_layout
-from benchmarks.parity.steps import dist, parallel_state, read_layout, tensor_parallel
+from benchmarks.parity.cells import sizes_of
+from benchmarks.parity.steps import dist, parallel
 from benchmarks.parity_table import make_model
 from slime_like.metrics.timers import STEP_SECONDS
 from slime_like.rollout.recording import save_rollout
@@ -86,28 +86,8 @@ def train(folder: str, layout: Any, flags: str, out: Path) -> dict[str, Any]:
 @contextmanager
 def groups_of(flags: str) -> Iterator[Any]:
     """megatron-core's groups for the sizes in `flags`, in a world that is there already; float64."""
-    words = flags.split()
-
-    def size(name: str) -> int:
-        flag = f"--{name}"
-        return int(words[words.index(flag) + 1]) if flag in words else 1
-
-    pipeline, stages = (
-        size("pipeline-model-parallel-size"),
-        size("num-virtual-stages-per-pipeline-rank"),
-    )
-    if (flag := "--pipeline-model-parallel-layout") in words:
-        stages = len(stages_of_layout(words[words.index(flag) + 1])) // pipeline
-    parallel_state.initialize_model_parallel(
-        size("tensor-model-parallel-size"),
-        pipeline,
-        virtual_pipeline_model_parallel_size=stages if stages > 1 else None,
-        context_parallel_size=size("context-parallel-size"),
-    )
-    tensor_parallel.model_parallel_cuda_manual_seed(1)
-    with WithoutFloat32():
-        yield read_layout()
-    parallel_state.destroy_model_parallel()
+    with parallel(**sizes_of(flags)) as layout, WithoutFloat32():
+        yield layout
 
 
 def on_ranks(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -10,14 +10,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.parity.cells import TP2, Layout
 from benchmarks.parity.models import make_model, make_moe_model
 from benchmarks.parity.ranks import run_ranks
-from benchmarks.parity_table import LAYOUTS, Layout, Result, compare, make_rollouts, run_layout
+from benchmarks.parity_table import LAYOUTS, ONE_PROCESS, Result, compare, make_rollouts, run_layout
 from tests.dist.muon_worker import EXACT
 
 pytest.importorskip("emerging_optimizers")
 
 LIMIT = 1e-5
+ALONE = LAYOUTS[ONE_PROCESS]
 # (a, b, c) of the five Newton-Schulz steps: Jordan's modded-nanogpt
 QUINTIC = (
     (4.0848, -6.8946, 2.9270),
@@ -31,7 +33,6 @@ SETTINGS = (
     f"{EXACT} --lr {LR} --lr-decay-style constant --weight-decay {DECAY} --clip-grad 0 "
     f"--muon-momentum {MOMENTUM} --muon-extra-scale-factor {SCALE} --adam-eps 1e-6"
 )
-TP2 = "--tensor-model-parallel-size 2"
 SP, EP2 = "--sequence-parallel", "--expert-model-parallel-size 2"
 # by number of processes: name -> (model, flags)
 CASES: dict[int, dict[str, tuple[str, str]]] = {
@@ -158,19 +159,20 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def whole(work: Path) -> Result:
     """A run that is never stopped."""
-    return run_layout(LAYOUTS[0], work, EXACT.split())
+    return run_layout(ONE_PROCESS, ALONE, work, EXACT.split())
 
 
-def in_parts(work: Path, layouts: Sequence[Layout]) -> Result:
+def in_parts(work: Path, names: Sequence[str]) -> Result:
     """Each step goes on from the checkpoint of the one before it."""
-    folder = str(work / "-".join(layout.name for layout in layouts))
+    folder = str(work / "-".join(names))
     parts = [
         run_layout(
-            Layout(f"{folder} {step}", layout.ranks, layout.flags),
+            f"{folder} {step}",
+            LAYOUTS[name],
             work,
             [*EXACT.split(), "--num-rollout", str(step), "--save", folder, "--load", folder],
         )
-        for step, layout in enumerate(layouts, start=1)
+        for step, name in enumerate(names, start=1)
     ]
     return Result(
         [loss for part in parts for loss in part.losses],
@@ -180,14 +182,13 @@ def in_parts(work: Path, layouts: Sequence[Layout]) -> Result:
 
 
 def test_a_run_that_was_stopped_goes_on_with_the_same_bits(work: Path, whole: Result) -> None:
-    parts = in_parts(work, [LAYOUTS[0]] * 3)
+    parts = in_parts(work, [ONE_PROCESS] * 3)
     assert (parts.losses, parts.grad_norms) == (whole.losses, whole.grad_norms)
     assert all(torch.equal(parts.weights[name], w) for name, w in whole.weights.items())
 
 
 def test_a_checkpoint_goes_on_in_other_layouts(work: Path, whole: Result) -> None:
-    by_name = {layout.name: layout for layout in LAYOUTS}
-    parts = in_parts(work, [by_name["TP2"], by_name["PP2"], by_name["DP2"]])
+    parts = in_parts(work, ["TP2", "PP2", "DP2"])
     row = compare("TP2, PP2, DP2", whole, parts)
     assert row.holds, row
 
@@ -195,16 +196,16 @@ def test_a_checkpoint_goes_on_in_other_layouts(work: Path, whole: Result) -> Non
 def test_the_state_of_another_optimizer_is_refused(work: Path) -> None:
     folder = str(work / "muon alone")
     saving = ["--num-rollout", "1", "--save", folder]
-    run_layout(Layout("saves", 1, ""), work, [*EXACT.split(), *saving])
+    run_layout("saves", ALONE, work, [*EXACT.split(), *saving])
     said = "optimizer state of muon, not of adam: give --optimizer muon, or --no-load-optim"
     with pytest.raises(RuntimeError, match=said):
-        run_layout(Layout("loads", 1, ""), work, ["--load", folder])
-    run_layout(Layout("afresh", 1, ""), work, ["--load", folder, "--no-load-optim"])
+        run_layout("loads", ALONE, work, ["--load", folder])
+    run_layout("afresh", ALONE, work, ["--load", folder, "--no-load-optim"])
 
 
 def test_a_critic_has_it_too(work: Path) -> None:
     flags = "--advantage-estimator ppo --critic-lr 1e-3 --critic-lr-warmup-iters 0"
-    one = run_layout(Layout("critic", 1, ""), work, [*EXACT.split(), *flags.split()])
-    two = run_layout(Layout("critic TP2", 2, TP2), work, [*EXACT.split(), *flags.split()])
+    one = run_layout("critic", ALONE, work, [*EXACT.split(), *flags.split()])
+    two = run_layout("critic TP2", Layout(2, TP2), work, [*EXACT.split(), *flags.split()])
     row = compare("critic TP2", one, two)
     assert row.holds, row

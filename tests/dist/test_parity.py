@@ -15,7 +15,7 @@ import pytest
 from benchmarks.parity_table import (
     LAYOUTS,
     LIMIT,
-    Layout,
+    ONE_PROCESS,
     Result,
     compare,
     make_model,
@@ -23,7 +23,7 @@ from benchmarks.parity_table import (
     run_layout,
 )
 
-BY_NAME = {layout.name: layout for layout in LAYOUTS}
+SEVERAL = [name for name in LAYOUTS if name != ONE_PROCESS]
 IN_MAKE_TEST = (
     "TP2 SP",
 )  # a run of train.py for each; tests/dist/test_parity_matrix.py has more layouts, in processes that serve them all
@@ -36,7 +36,7 @@ VARIANTS = {
     "token_mean": (*PPO, "--loss-reduction", "token_mean"),
     "k3 unbiased": (*PPO, "--kl-loss-type", "k3", "--use-unbiased-kl"),
 }
-RunOnce = Callable[[Layout, tuple[str, ...]], Result]
+RunOnce = Callable[[str, tuple[str, ...]], Result]
 
 
 @pytest.fixture(scope="module")
@@ -45,23 +45,23 @@ def run_once(tmp_path_factory: pytest.TempPathFactory) -> RunOnce:
     work: dict[tuple[str, ...], Path] = {}
     done: dict[tuple[str, tuple[str, ...]], Result] = {}
 
-    def get(layout: Layout, flags: tuple[str, ...]) -> Result:
+    def get(name: str, flags: tuple[str, ...]) -> Result:
         if flags not in work:
             work[flags] = tmp_path_factory.mktemp("parity")
             make_model(work[flags] / "model", seed=3)
             make_model(work[flags] / "ref", seed=4)
             make_rollouts(str(work[flags] / "rollout_{rollout_id}"))
-        if (layout.name, flags) not in done:
-            done[layout.name, flags] = run_layout(layout, work[flags], list(flags))
-        return done[layout.name, flags]
+        if (name, flags) not in done:
+            done[name, flags] = run_layout(name, LAYOUTS[name], work[flags], list(flags))
+        return done[name, flags]
 
     return get
 
 
 def check(run_once: RunOnce, name: str, flags: tuple[str, ...]) -> None:
-    base = run_once(LAYOUTS[0], flags)
+    base = run_once(ONE_PROCESS, flags)
     assert min(base.grad_norms) > 1e-3, "a vanishing gradient would agree with anything"
-    row = compare(name, base, run_once(BY_NAME[name], flags))
+    row = compare(name, base, run_once(name, flags))
     assert row.holds, f"{row} exceeds {LIMIT:g}"
 
 
@@ -72,13 +72,13 @@ def test_layouts_with_sapo(run_once: RunOnce, name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in list(BY_NAME)[1:] if name not in IN_MAKE_TEST])
+@pytest.mark.parametrize("name", [name for name in SEVERAL if name not in IN_MAKE_TEST])
 def test_further_layouts_with_sapo(run_once: RunOnce, name: str) -> None:
     check(run_once, name, SAPO)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", list(BY_NAME)[1:])
+@pytest.mark.parametrize("name", SEVERAL)
 def test_layouts_with_ppo(run_once: RunOnce, name: str) -> None:
     check(run_once, name, PPO)
 
@@ -93,5 +93,7 @@ def test_variants_of_the_loss(run_once: RunOnce, variant: str, name: str) -> Non
 @pytest.mark.slow
 def test_another_loss_is_told_apart(run_once: RunOnce) -> None:
     """The comparison can fail: a run with another KL weight is far outside the limit."""
-    base = run_once(LAYOUTS[0], SAPO)
-    assert not compare("other", base, run_once(LAYOUTS[0], (*SAPO, "--kl-loss-coef", "0.11"))).holds
+    base = run_once(ONE_PROCESS, SAPO)
+    assert not compare(
+        "other", base, run_once(ONE_PROCESS, (*SAPO, "--kl-loss-coef", "0.11"))
+    ).holds

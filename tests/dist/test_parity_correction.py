@@ -12,7 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.parity_table import LAYOUTS, LIMIT, compare, make_model, make_rollouts, run_layout
+from benchmarks.parity_table import (
+    LAYOUTS,
+    LIMIT,
+    ONE_PROCESS,
+    compare,
+    make_model,
+    make_rollouts,
+    run_layout,
+)
 
 CORRECTION = (
     "--no-use-rollout-logprobs --tis-ratio-type token --token-tis-ratio-clip-high 1.2 --outlier-token-is-threshold-high 4.5 "
@@ -29,8 +37,7 @@ def test_two_ranks_give_the_numbers_of_one(tmp_path: Path) -> None:
     make_model(tmp_path / "ref", seed=4)
     make_rollouts(str(tmp_path / "rollout_{rollout_id}"))
     flags = f"{CORRECTION} {REWARD_KL} {ESTIMATOR}".split()
-    by_name = {layout.name: layout for layout in LAYOUTS}
-    one, two = (run_layout(by_name[name], tmp_path, flags) for name in ("1 process", "DP2"))
+    one, two = (run_layout(name, LAYOUTS[name], tmp_path, flags) for name in (ONE_PROCESS, "DP2"))
     assert min(one.grad_norms) > 1e-3, "a vanishing gradient would agree with anything"
     row = compare("DP2", one, two)
     assert row.holds, f"{row} exceeds {LIMIT:g}"

@@ -18,8 +18,8 @@ import torch
 from benchmarks.parity_table import (
     LAYOUTS,
     LIMIT,
+    ONE_PROCESS,
     ROOT,
-    Layout,
     Result,
     compare,
     make_model,
@@ -30,7 +30,6 @@ from megatron_patches.patch import megatron_version
 from scripts.make_tiny_model import make_tiny_model
 
 pytestmark = [pytest.mark.extended, pytest.mark.timeout(900)]
-DISTRIBUTED = next(layout for layout in LAYOUTS if layout.name == "DP2 distributed optimizer")
 VERSION = "from importlib.metadata import version; print(version('megatron-core'))"
 
 
@@ -49,16 +48,17 @@ def other() -> str:
 
 
 def whole_and_in_parts(
-    layout: Layout, other: str, folder: Path, flags: list[str]
+    layout: str, other: str, folder: Path, flags: list[str]
 ) -> tuple[Result, Result]:
     """A run of one process that is never stopped; and one in `layout`, each of whose steps goes on
     from the checkpoint of the step before it, the second step under the other release."""
     make_rollouts(str(folder / "rollout_{rollout_id}"))
-    base = run_layout(LAYOUTS[0], folder, flags)
+    base = run_layout(ONE_PROCESS, LAYOUTS[ONE_PROCESS], folder, flags)
     checkpoints = str(folder / "checkpoints")
     parts = [
         run_layout(
-            Layout(f"step {step}", layout.ranks, layout.flags),
+            f"step {step}",
+            LAYOUTS[layout],
             folder,
             [*flags, "--num-rollout", str(step), "--save", checkpoints, "--load", checkpoints],
             python,
@@ -72,14 +72,14 @@ def whole_and_in_parts(
     )
 
 
-@pytest.mark.parametrize("layout", [LAYOUTS[0], DISTRIBUTED], ids=lambda layout: layout.name)
+@pytest.mark.parametrize("layout", [ONE_PROCESS, "DP2 distributed optimizer"])
 def test_a_checkpoint_goes_on_under_another_release_and_back(
-    layout: Layout, other: str, tmp_path: Path
+    layout: str, other: str, tmp_path: Path
 ) -> None:
     make_model(tmp_path / "model", seed=3)
     make_model(tmp_path / "ref", seed=4)
     base, found = whole_and_in_parts(layout, other, tmp_path, [])
-    row = compare(layout.name, base, found)
+    row = compare(layout, base, found)
     assert row.holds, f"{row} exceeds {LIMIT:g}"
 
 
@@ -94,7 +94,7 @@ def test_so_do_experts_and_a_layer_of_multi_token_prediction(
     for name, seed in (("model", 3), ("ref", 4)):
         make_tiny_model(family, tmp_path / name, seed=seed, **settings)
     flags = ["--mtp-num-layers", "1", "--enable-mtp-training"]
-    base, found = whole_and_in_parts(LAYOUTS[0], other, tmp_path, flags)
+    base, found = whole_and_in_parts(ONE_PROCESS, other, tmp_path, flags)
     assert found.losses == pytest.approx(base.losses, rel=LIMIT)
     assert found.grad_norms == pytest.approx(base.grad_norms, rel=LIMIT)
     torch.testing.assert_close(found.weights, base.weights, rtol=LIMIT, atol=1e-7)
