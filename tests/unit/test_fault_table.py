@@ -45,7 +45,7 @@ NO_FAULT = {
     "unit/checkpoints/test_replicas.py": "a_part_is_what_was_written_and_nothing_else "
                              "each_file_is_copied_once_by_nodes_in_turn"
     " a_file_is_copied_byte_by_byte",
-    "e2e/test_wrong_command_lines.py": "there_are_enough help_of_the_program",
+    "e2e/test_wrong_command_lines.py": "help_of_the_program",
 }  # fmt: skip
 _CELL = re.compile(r"`((?:\w+/)+test_\w+\.py): ([\w ]+)`")
 Test = tuple[str, str]  # file below tests/, name without test_

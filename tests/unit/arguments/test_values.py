@@ -126,6 +126,32 @@ def test_problems_say_what_is_wanted(argv: list[str], said: str) -> None:
     assert said in messages(given)
 
 
+BOUNDED = [
+    flag for flag in flag_table().flags if (flag.choices or flag.legal) and not flag.rejection
+]
+
+
+def illegal_value(flag: Flag) -> object:
+    """A value of the flag's type outside its choices or its range."""
+    if flag.choices:
+        return "no-such-value" if flag.item is str else 987
+    numbers = (0, -1, 2) if flag.item is int else (0.0, -1.0, 1.0, 2.0)
+    assert flag.legal is not None
+    return next(number for number in numbers if not flag.legal.holds(number))
+
+
+@pytest.mark.parametrize("flag", BOUNDED, ids=lambda flag: flag.name)
+def test_every_range_and_choice_is_checked(flag: Flag) -> None:
+    """It names the flag, what was given, and what is legal."""
+    value = illegal_value(flag)
+    given = read(flag.name, str(value))
+    (found,) = given.problems
+    shown = [str(value)] if flag.kind == "list" else value
+    assert (found.flag, str(found.value)) == (flag.name, str(shown)) and flag.dest in given.invalid
+    legal = map(str, flag.choices) if flag.choices else (f"must be {flag.legal.description}",)
+    assert all(words in found.message for words in legal)
+
+
 def test_prefixes_are_not_completed() -> None:
     assert read("--num-roll", "3").values == {}
 

@@ -39,6 +39,7 @@ from slime_like.losses import (
     token_weights,
     value_loss,
 )
+from slime_like.losses.cispo import CISPOConfig
 from slime_like.losses.dppo import DPPOConfig
 from slime_like.losses.ppo import PPOConfig
 from slime_like.losses.sapo import SAPOConfig
@@ -236,6 +237,15 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: token_weights("rollout_mean", ONES, rollout_ids=torch.arange(3)),
         "rollout_ids has shape",
     ),
+    "rollout_is without the sampler": (
+        lambda: loss("rollout_is", rollout_log_probs=None),
+        "rollout_log_probs.*let the sampler return log-probs",
+    ),
+    "cispo against the sampler without it": (
+        lambda: loss("cispo", config=CISPOConfig(cispo_anchor="rollout"), rollout_log_probs=None),
+        "rollout_log_probs.*let the sampler return log-probs",
+    ),
+    "topr without rewards": (lambda: loss("topr", rewards=None), "needs rewards"),
     "norm length": (
         lambda: token_weights("seq_mean_token_sum_norm", ONES, loss_norm_length=0.5),
         "loss-norm-length",

@@ -59,8 +59,6 @@ def test_the_reference_is_the_base(tmp_path: Path) -> None:
 
 PPO = "--advantage-estimator ppo"
 REFUSED = [
-    ("", "--lora-rank -1", "--lora-rank (given: '-1'): must be >= 0"),
-    ("", "--lora-rank 4 --lora-alpha 0", "--lora-alpha (given: '0'): must be > 0"),
     ("check_lora_targets", "--lora-rank 4 --lora-target-modules lm_head --rollout-engine sglang",
      "shares its weight with the embedding"),
     ("", "--lora-alpha 4", "has no effect without --lora-rank"),
