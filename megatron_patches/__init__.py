@@ -6,9 +6,9 @@
 megatron-core assumes a CUDA device and, in places, Transformer Engine. Each patch removes one such
 assumption or fixes one bug. It has its own file, which documents the target, the reason and the
 affected versions, and it is applied only where its condition holds: with CUDA and Transformer
-Engine, only `torch_norm_sp`, `moe_permute`, `mla_tp_grads`, `mla_no_q_norm`, `rope_thd`,
-`known_shapes`, `offload_ckpt` and `safe_checkpoints` remain. All patches verify their targets
-before the first one changes anything. Importing this package imports neither torch nor
+Engine, only `torch_norm_sp`, `moe_permute`, `mla_tp_grads`, `mla_no_q_norm`, `geglu_clamp`,
+`rope_thd`, `known_shapes`, `offload_ckpt` and `safe_checkpoints` remain. All patches verify their
+targets before the first one changes anything. Importing this package imports neither torch nor
 megatron-core.
 """
 
@@ -31,6 +31,7 @@ ORDER = (
     "mla_no_te",
     "mla_tp_grads",
     "mla_no_q_norm",
+    "geglu_clamp",
     "rope_thd",
     "known_shapes",
     "moe_split_sizes",

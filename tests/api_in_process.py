@@ -58,7 +58,7 @@ class Api:
         registry = ModelRegistry(journal)
         operations = ServerOperations(registry, workers, folder=folder, base="/m", max_snapshots=4)
         self.dispatcher = Dispatcher(journal, operations, max_waiting=4096, gap_s=1.0, batch=4)
-        base, limits = BaseModel("/m", "m", "Arch", True), DataLimits(100, 32, 4096)
+        base, limits = BaseModel("/m", "m", "Arch"), DataLimits(100, 32, 4096)
         service = Service(config, base, limits, registry, self.dispatcher, operations)
         self.faults: list[str] = []
         gate = Gate(

@@ -8,7 +8,6 @@ from pathlib import Path
 from arguments.critic_layout import critic_parallel, layout_flags
 from arguments.hf.model import HfModel, read_hf_model
 from arguments.hf.peft_adapter import read_adapter_config
-from arguments.megatron_configs import resolve_transformer_impl
 from arguments.megatron_fields import OPTIMIZER_DTYPES
 from arguments.rules.algorithm import has_critic
 from arguments.rules.base import Rule, Settings, Warn, problem
@@ -223,9 +222,6 @@ def check_lora_compatibility(s: Settings) -> list[Problem]:
     if s.debug.debug_rollout_only:
         message = "cannot be combined with --lora-rank; save the merged model (--save-hf) first"
         problems += problem("debug_rollout_only", None, message)
-    if resolve_transformer_impl(s.model, s.machine) == "transformer_engine":
-        message = "not supported with Transformer Engine layers; use --transformer-impl local"
-        problems += problem("lora_rank", s.lora.lora_rank, message)
     for name in ("decoupled_lr", "decoupled_min_lr"):
         if s.core.get(name) is not None:
             message = (

@@ -60,11 +60,10 @@ def base_model_of(config: RunConfig) -> BaseModel:
     assert folder is not None, "checked on the command line"
     model_config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
     architecture = (model_config.get("architectures") or ["unknown"])[0]
-    supports_lora = config.model.transformer_impl == "local"  # like train.py
     tied = not config.gpt.untie_embeddings_and_output_weights
     supports_unembed = not (tied and engine_traits(config.rollout.rollout_engine).has_servers)
     name = config.server.served_model_name or folder
-    return BaseModel(folder, name, architecture, supports_lora, supports_unembed)
+    return BaseModel(folder, name, architecture, supports_unembed)
 
 
 def limits_of(config: RunConfig) -> DataLimits:

@@ -15,7 +15,6 @@ class BaseModel:
     folder: str  # its Hugging Face folder
     name: str  # shown to clients
     arch: str  # its class
-    supports_lora: bool = False
     supports_unembed: bool = True  # samplers can load a trained output layer
 
     def check_name(self, name: str) -> None:
@@ -32,11 +31,6 @@ def adapter_of(
     critic has no output layer. Raises Refused."""
     if lora is None or lora.rank == 0:
         return None
-    if not base.supports_lora:
-        raise Refused(
-            f"LoRA (rank {lora.rank}) is not supported with Transformer Engine layers "
-            "(--transformer-impl); rank 0 trains all weights"
-        )
     settings = {
         name: getattr(lora, name)
         for name in ("rank", "seed", "train_unembed", "train_mlp", "train_attn")

@@ -14,6 +14,7 @@ import torch.distributed as dist  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 
 import megatron_patches  # noqa: E402
+from benchmarks.parity.cells import sizes_of  # noqa: E402
 from benchmarks.parity.steps import (  # noqa: E402
     parallel,
     settings,
@@ -28,6 +29,12 @@ from slime_like.megatron.offload import StoredState  # noqa: E402
 from slime_like.megatron.optimizer import plain_optimizers  # noqa: E402
 from slime_like.megatron.parallel_layout import ParallelLayout  # noqa: E402
 from slime_like.megatron.run_state import load_state, save_state  # noqa: E402
+from slime_like.weights.parameter_map import (  # noqa: E402
+    expert_number,
+    family_map,
+    global_parameters,
+)
+from tests.pretend_gpu.worker import run_cells  # noqa: E402, F401
 
 
 def adam(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -112,6 +119,41 @@ def layers(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str, A
             }
             del built
     return found
+
+
+def marks(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str, list[str]]:
+    """By model and kind of layers: parameters that count as tensor-parallel and are whole on every
+    rank, or the other way round."""
+    megatron_patches.apply()
+    found = {}
+    for name, (folder, flags) in arguments["models"].items():
+        with parallel(**sizes_of(flags)) as layout:
+            for impl in ("local", "transformer_engine"):
+                run = settings(folder, f"--transformer-impl {impl} {flags}")
+                built = MegatronBackend(run, layout, total_steps=1)
+                assert built.hf is not None
+                gpt = built.gpt
+                mappings = family_map(
+                    built.hf.architecture,
+                    built.policy.config,
+                    tied=not gpt.untie_embeddings_and_output_weights,
+                    mtp_layers=gpt.mtp_num_layers,
+                )
+                found[f"{name} {impl}"] = [
+                    parameter_name
+                    for parameter_name, parameter in global_parameters(built.policy.chunks)
+                    if is_sharded(parameter)
+                    != (
+                        mappings[parameter_name].sharded
+                        or expert_number(parameter_name) is not None
+                    )
+                ]
+                del built
+    return found
+
+
+def is_sharded(parameter: Any) -> bool:
+    return bool(getattr(parameter, "tensor_model_parallel", False))
 
 
 def read_weights(folder: Path) -> dict[str, torch.Tensor]:

@@ -14,6 +14,7 @@ from scripts.make_tiny_model import make_tiny_model
 from slime_like.weights.families import model_families
 from tests.pretend_gpu.build import ROOT
 from tests.pretend_gpu.engine import FOLDER
+from tests.pretend_gpu.test_settings import LIMITS, Numbers, Setting
 
 ENGINE = Path(os.environ.get(FOLDER, ROOT / ".te-python"))
 pytestmark = pytest.mark.skipif(
@@ -59,6 +60,88 @@ def test_layers_of_every_family_load_and_export_the_same_bits(
     for name, seen in found.items():
         assert seen["impl"] == "transformer_engine" and seen["of Transformer Engine"], name
         assert seen["changed"] == [] and seen["exported"] > 10, (name, seen)
+
+
+def test_what_counts_as_tensor_parallel_is_what_is_sharded(
+    tmp_path: Path, environment: dict[str, str]
+) -> None:
+    """The gradient norm takes other parameters from the first tensor-parallel rank alone; of both
+    kinds of layers and every family."""
+    models = {}
+    for name in model_families.names():
+        make_tiny_model(name, tmp_path / name)
+        experts = "--expert-model-parallel-size 2 --expert-tensor-parallel-size 1"
+        models[name] = (str(tmp_path / name), f"{SP} {experts if name == GPT_OSS else ''}")
+    found = run("marks", tmp_path / "run", environment, ranks=2, models=models)
+    assert len(found) == 2 * len(models)
+    assert {name: wrong for name, wrong in found.items() if wrong} == {}
+
+
+D, SP = "--use-distributed-optimizer", "--tensor-model-parallel-size 2 --sequence-parallel"
+EVERYWHERE = "--lora-rank 4 --lora-target-modules q_proj k_proj v_proj o_proj gate_proj up_proj down_proj lm_head"
+TP2 = "--tensor-model-parallel-size 2"
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+EVERYWHERE = (
+    "--lora-rank 4 --lora-target-modules q_proj k_proj v_proj o_proj gate_proj up_proj down_proj"
+)
+LATENT = "--lora-rank 4 --lora-target-modules q_a_proj q_b_proj kv_a_proj_with_mqa kv_b_proj o_proj"
+DEEPSEEK, NEXT, GPT_OSS = (f"{name}ForCausalLM" for name in ("DeepseekV3", "Qwen3Next", "GptOss"))
+SETTINGS = {
+    1: {
+        **{f"{name} one by one": Setting(name, D) for name in model_families.names()},
+        "bf16": Setting("dense", f"--bf16 {D}"),
+        "recomputed": Setting("dense", D, FULL),
+        "stacked experts": Setting("experts", D, "--moe-grouped-gemm"),
+        "adapters": Setting("dense", EVERYWHERE),
+        "adapters in bf16": Setting("dense", f"--bf16 {EVERYWHERE}"),
+        "adapters recomputed": Setting("dense", EVERYWHERE, FULL),
+        "adapters of latent attention": Setting(DEEPSEEK, LATENT),
+        "adapters of stacked experts": Setting("experts", EVERYWHERE, "--moe-grouped-gemm"),
+        "adapters of Gemma": Setting("Gemma3ForCausalLM", EVERYWHERE),
+        "stacked gpt-oss": Setting(GPT_OSS, D, "--moe-grouped-gemm"),
+    },
+    2: {
+        "TP2": Setting("dense", D, SP),
+        "TP2 without SP": Setting("dense", D, TP2),
+        "PP2": Setting("dense", f"--bf16 {D}", "--pipeline-model-parallel-size 2"),
+        "EP2": Setting("experts", D, "--expert-model-parallel-size 2"),
+        "stacked experts EP2": Setting(
+            "experts", D, "--expert-model-parallel-size 2 --moe-grouped-gemm"
+        ),
+        "latent attention TP2": Setting(DEEPSEEK, D, SP),
+        "CP2": Setting("dense", D, "--context-parallel-size 2"),
+        "CP2 adapters": Setting("dense", EVERYWHERE, "--context-parallel-size 2"),
+        "delta nets TP2": Setting(NEXT, D, SP),
+        "gpt-oss TP2 EP2": Setting(
+            GPT_OSS, D, f"{SP} --expert-model-parallel-size 2 --expert-tensor-parallel-size 1"
+        ),
+        "adapters TP2": Setting("dense", EVERYWHERE, SP),
+        "adapters TP2 without SP": Setting("dense", EVERYWHERE, TP2),
+        "adapters of latent attention TP2": Setting(DEEPSEEK, LATENT, SP),
+        "adapters of stacked experts EP2": Setting(
+            "experts", EVERYWHERE, "--expert-model-parallel-size 2 --moe-grouped-gemm"
+        ),
+        "sparse TP2": Setting("GlmMoeDsaForCausalLM", D, SP),
+    },
+}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_its_layers_give_the_numbers_of_local_layers(
+    ranks: int, tmp_path: Path, environment: dict[str, str]
+) -> None:
+    """Training with them, against one CPU process with the local layers."""
+    numbers = Numbers(tmp_path)
+    chosen = SETTINGS[ranks]
+    base = {"base": str(tmp_path), "cells": numbers.cells(chosen, layout=False)}
+    run_ranks("tests.pretend_gpu.worker:base_runs", 1, tmp_path / "base", base, 300)
+    cells = numbers.cells(chosen, layout=True)
+    found = run("run_cells", tmp_path, environment, ranks, base=str(tmp_path), cells=cells)
+    assert found.keys() == chosen.keys()
+    for name, apart in found.items():
+        print(name, apart)
+        limit = LIMITS[chosen[name].precision]
+        assert all(v if isinstance(v, bool) else v < limit for v in apart.values()), (name, apart)
 
 
 def test_norms_of_local_layers_under_sequence_parallelism(

@@ -22,7 +22,14 @@ from torch import Tensor
 from arguments.schema import GPTModelConfig
 from slime_like.megatron.lora.base import VALUE_HEAD, LoraBase
 from slime_like.megatron.lora.config import LoraSpec
-from slime_like.megatron.lora.layers import ColumnLora, HeadLora, Lora, Ranks, RowLora
+from slime_like.megatron.lora.layers import (
+    ColumnLora,
+    HeadLora,
+    Lora,
+    Ranks,
+    ReplicatedLora,
+    RowLora,
+)
 from slime_like.megatron.lora.targets import HEAD, Factor, Target, output_order
 from slime_like.megatron.model.gpt import padded_vocab_size
 from slime_like.megatron.model.value import ValueHead
@@ -101,6 +108,8 @@ class AdapterChunk(MegatronModule):
             return HeadLora(*pairs[0], spec.scale)
         if isinstance(target.mapping, RowParallel):
             return RowLora(*pairs[0], spec.scale, ranks)
+        if not target.mapping.sharded:
+            return ReplicatedLora(*pairs[0], spec.scale)
         order = output_order(target, base.sizes, ranks.group.rank(), ranks.size)
         return ColumnLora([a for a, _ in pairs], [b for _, b in pairs], order, spec.scale, ranks)
 

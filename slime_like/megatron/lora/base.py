@@ -8,11 +8,12 @@ reference model of a KL term.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from arguments.hf.model import HfModel
@@ -99,15 +100,19 @@ def _slots(chunk: MegatronModule, *, has_head: bool) -> dict[str, AdapterSlot]:
     """Add a hook to every linear layer of a chunk. Returns a slot for each, by the canonical name
     of its weight."""
     names = {id(parameter): name for name, parameter in global_parameters([chunk])}
-    slots = {}
+    slots: dict[str, AdapterSlot] = {}
     for module in unwrap(chunk).decoder.modules():
-        weight = module._parameters.get("weight")
-        name = None if weight is None else names[id(weight)]
-        if name is not None and _is_linear(name):
-            slots[name] = AdapterSlot()
-            # before other hooks (megatron_patches/mla_tp_grads.py), which must get the output
-            # including the adapter
-            module.register_forward_hook(_Hook(slots[name]), prepend=True)
+        # one weight, or one for each expert of Transformer Engine's grouped linear layers
+        weights = [p for key, p in module._parameters.items() if key.startswith("weight")]
+        linear = [names[id(p)] for p in weights if p is not None and _is_linear(names[id(p)])]
+        if not linear:
+            continue
+        of_layer = {name: AdapterSlot() for name in linear}
+        slots |= of_layer
+        hook = _Hook(*of_layer.values()) if len(linear) == 1 else _GroupedHook(of_layer.values())
+        # before other hooks (megatron_patches/mla_tp_grads.py), which must get the output including
+        # the adapter
+        module.register_forward_hook(hook, prepend=True)
     if has_head:
         slots[HEAD] = unwrap(chunk).head_slot
         slots[VALUE_HEAD] = unwrap(chunk).output_layer.value_slot
@@ -130,4 +135,40 @@ class _Hook:
     ) -> object:
         if self.slot.active is None:
             return None
-        return output[0] + self.slot.active(inputs[0]), output[1]
+        return output[0] + self.slot.active(_input_of_product(module, inputs[0])), output[1]
+
+
+class _GroupedHook:
+    """For a layer of Transformer Engine with a weight for each expert. slots: in their order."""
+
+    def __init__(self, slots: Iterable[AdapterSlot]) -> None:
+        self.slots = tuple(slots)
+
+    def __call__(
+        self,
+        module: torch.nn.Module,
+        inputs: tuple[Tensor, Tensor | Sequence[int]],
+        output: tuple[Tensor, object],
+    ) -> object:
+        active = [slot.active for slot in self.slots]
+        if not any(active):
+            return None
+        x, counts = inputs  # tokens of the first expert, of the second, ...
+        sizes = counts.tolist() if isinstance(counts, Tensor) else list(counts)
+        outputs = [
+            parts.new_zeros(parts.size(0), output[0].size(-1)) if layer is None else layer(parts)
+            for layer, parts in zip(active, x.split(sizes), strict=True)
+        ]
+        return output[0] + torch.cat(outputs), output[1]
+
+
+def _input_of_product(layer: Any, x: Tensor) -> Tensor:
+    """What the layer multiplies by its weight: x, or its norm where Transformer Engine has fused
+    the norm into the layer, whose output it does not return. It is computed once more then."""
+    weight = getattr(layer, "layer_norm_weight", None)
+    if weight is None:
+        return x
+    scale: Tensor = 1 + weight if layer.zero_centered_gamma else weight
+    if layer.normalization == "RMSNorm":
+        return F.rms_norm(x, x.shape[-1:], scale, layer.eps)
+    return F.layer_norm(x, x.shape[-1:], scale, layer.layer_norm_bias, layer.eps)

@@ -7,6 +7,8 @@ sharded:
     row-parallel (attention output, down)            lora_A: columns of this rank; lora_B replicated
     output layer                                     lora_A replicated; lora_B: vocabulary of this
                                                      rank
+    replicated (MLA's down-projections               both replicated
+    of Transformer Engine)
 
 Without sequence parallelism every rank has the full gradient of a replicated factor. With it, a
 rank only sees its tokens; in an expert only its part of the output or input, and at the output
@@ -116,6 +118,23 @@ class RowLora:
 
 
 @dataclass(frozen=True, slots=True)
+class ReplicatedLora:
+    """LoRA of a layer that every rank has whole, for its tokens. first: lora_A [rank, in]. second:
+    lora_B [out, rank]."""
+
+    first: Tensor
+    second: Tensor
+    scale: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [..., in]. Returns [..., out]."""
+        return _matmul(_matmul(x, self.first) * self.scale, self.second)
+
+    def delta(self) -> Tensor:
+        return self.scale * (self.second.float() @ self.first.float())
+
+
+@dataclass(frozen=True, slots=True)
 class HeadLora:
     """LoRA of the output layer, merged into the weight passed to fused_linear_logprob.py."""
 
@@ -130,7 +149,7 @@ class HeadLora:
         return self.scale * (self.second.float() @ self.first.float())
 
 
-Lora = ColumnLora | RowLora | HeadLora
+Lora = ColumnLora | RowLora | ReplicatedLora | HeadLora
 
 
 def _join_pieces(outputs: Sequence[Tensor], order: Sequence[OutputPiece], dim: int) -> Tensor:

@@ -21,6 +21,7 @@ from slime_like.weights.mappings import (
     ColumnParallel,
     GatedMLP,
     Mapping,
+    ReplicatedRows,
     RowParallel,
     Sizes,
     VocabParallel,
@@ -90,7 +91,7 @@ def targets_of(
 
 def _target(spec: LoraSpec, name: str, mapping: Mapping, sizes: Sizes) -> Target | None:
     is_linear = (
-        isinstance(mapping, GatedMLP | RowParallel | ColumnParallel)
+        isinstance(mapping, GatedMLP | RowParallel | ColumnParallel | ReplicatedRows)
         or (isinstance(mapping, QKV) and not mapping.bias)
         or name == HEAD
     )
@@ -104,6 +105,8 @@ def _target(spec: LoraSpec, name: str, mapping: Mapping, sizes: Sizes) -> Target
         return None
     # row-parallel layers are sharded along the input, others along the output
     in_dim, out_dim = (1, None) if mapping.dim == 1 else (None, 0)
+    if not mapping.sharded:
+        out_dim = None
     expert = expert_number(name)
     pairs = tuple(
         (

@@ -268,19 +268,27 @@ def _scale_embedding(
 
 
 def mark_parameters(chunk: GPTModel) -> None:
-    """Mark two kinds of sharded parameters that megatron-core leaves unmarked; otherwise only those
-    of the first tensor-parallel rank would enter the gradient norm.
+    """Correct which parameters count as tensor-parallel. Of the others the gradient norm takes the
+    first tensor-parallel rank's, and of these every rank's.
 
-    Attention sinks, which are per head. Biases of experts, which are complete on their rank: under
-    sequence parallelism the gradients of different experts would also be summed. (The output of
-    such an expert needs no reduction; megatron-core adds the bias in place.)
+    Attention sinks are per head, and unmarked. Parameters of experts are complete on their rank,
+    also those that Transformer Engine leaves unmarked, since the dispatcher communicates and not
+    the layer; under sequence parallelism the gradients of different experts' biases would also be
+    summed. (The output of such an expert needs no reduction; megatron-core adds the bias in place.)
+    Transformer Engine marks the weights of all its linear layers, also of those that every rank
+    has whole (the down-projections of latent attention): the norm would count them once per rank.
     """
+    for name, module in chunk.named_modules():
+        if ".experts." not in name and getattr(module, "parallel_mode", "") is None:
+            for parameter in module.parameters(recurse=False):
+                parameter.tensor_model_parallel = False
     for name, parameter in chunk.named_parameters():
         if name.endswith(".softmax_offset"):
             parameter.tensor_model_parallel = True
-        elif ".experts." in name and ".linear_fc2.bias" in name:
+        elif ".experts." in name:
             parameter.tensor_model_parallel = True
-            parameter.sequence_parallel = False
+            if ".bias" in name:
+                parameter.sequence_parallel = False
     for module in chunk.modules():
         if isinstance(module, RowParallelLinear) and module.is_expert and module.bias is not None:
             module.explicit_expert_comm = True

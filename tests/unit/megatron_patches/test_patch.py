@@ -120,6 +120,7 @@ def test_one_applies_on_a_machine_with_cuda_and_transformer_engine(
         "moe_permute",
         "mla_tp_grads",
         "mla_no_q_norm",
+        "geglu_clamp",
         "rope_thd",
         "known_shapes",
     ]
@@ -153,6 +154,7 @@ def test_on_cuda_without_transformer_engine_only_the_other_patches_are_due(
             "mla_no_te",
             "mla_tp_grads",
             "mla_no_q_norm",
+            "geglu_clamp",
             "rope_thd",
             "known_shapes",
             "torch_norms",
@@ -239,6 +241,8 @@ TARGETS = [
         if "mla_no_q_norm" not in NOT_NEEDED
         else []
     ),
+    ("geglu_clamp", "transformer.mlp", "weighted_bias_quick_geglu_impl"),
+    ("geglu_clamp", "transformer.moe.experts", "weighted_bias_quick_geglu_impl"),
     ("rope_thd", "models.common.embeddings.rope_utils", "_apply_rotary_pos_emb_thd"),
     ("moe_split_sizes", "transformer.moe.token_dispatcher", "maybe_move_tensor_to_cpu"),
     ("gloo_uneven", "tensor_parallel.mappings", "_gather_along_first_dim"),
