@@ -173,16 +173,16 @@ def check_non_finite(folder: str, ref: str, layout: ParallelLayout, out: str) ->
         batches, _ = trainer.batch_builder.build(samples, weight_version=1)
         policy = batches.policy
         if spoilt_rank:
-            mine = list(policy[0].samples)
-            i, broken = spoiled(mine, [s.ref_log_probs for s in mine], float("nan"))
-            mine[i] = dataclasses.replace(mine[i], ref_log_probs=broken)
-            policy = [dataclasses.replace(policy[0], samples=tuple(mine)), *policy[1:]]
+            local = list(policy[0].samples)
+            i, broken = spoiled(local, [s.ref_log_probs for s in local], float("nan"))
+            local[i] = dataclasses.replace(local[i], ref_log_probs=broken)
+            policy = [dataclasses.replace(policy[0], samples=tuple(local)), *policy[1:]]
         real = backend.forward
 
-        def broken_reference(mine: Any, network: Any = None) -> Any:
-            results = real(mine, network)
+        def broken_reference(local: Any, network: Any = None) -> Any:
+            results = real(local, network)
             if network is backend.reference and spoilt_rank:
-                i, log_probs = spoiled(mine, [r.log_probs for r in results], float("-inf"))
+                i, log_probs = spoiled(local, [r.log_probs for r in results], float("-inf"))
                 results[i] = dataclasses.replace(results[i], log_probs=log_probs)
             return results
 
@@ -237,15 +237,15 @@ def check_kl_in_reward(folder: str, ref: str, layout: ParallelLayout, out: str) 
         groups = trainer.sampling.rollout_manager.generate(0).groups
         samples = [sample for group in groups for sample in group.samples]
         batches, metrics = trainer.batch_builder.build(samples, weight_version=0)
-        mine = [sample for batch in batches.policy for sample in batch.samples]
+        local = [sample for batch in batches.policy for sample in batch.samples]
         return dict(
             advantages=[
                 [float(v) for v in s.advantages if v != 0][:1]
-                for s in mine
+                for s in local
                 if s.advantages is not None
             ],
             penalties=[
-                float(((s.old_log_probs - s.ref_log_probs) * s.loss_mask).sum()) for s in mine
+                float(((s.old_log_probs - s.ref_log_probs) * s.loss_mask).sum()) for s in local
             ],  # type: ignore[operator]
             rewards=[sample.reward for sample in samples],
             indices=trainer.batch_builder.plan.assign(samples).local_indices,
@@ -363,10 +363,10 @@ def vocab_differences(layout: ParallelLayout) -> list[float]:
             return [log_probs.detach(), entropy.detach(), x.grad]
 
         width = 64 // layout.tp_size
-        mine = slice(layout.tp_rank * width, (layout.tp_rank + 1) * width)
-        whole, part = both(logits, None), both(logits[:, mine], layout.tp_group)
-        whole[2] = whole[2][:, mine]
-        for i, (a, b) in enumerate(zip(part, whole, strict=True)):
+        local = slice(layout.tp_rank * width, (layout.tp_rank + 1) * width)
+        full, part = both(logits, None), both(logits[:, local], layout.tp_group)
+        full[2] = full[2][:, local]
+        for i, (a, b) in enumerate(zip(part, full, strict=True)):
             assert a.isfinite().all()
             worst[i] = max(worst[i], float((a - b).abs().max() / max(float(b.abs().max()), 1e-3)))
     return worst

@@ -66,15 +66,15 @@ def attention_differences(
     )
     if isinstance(module, WindowAttention):
         module.softmax_offset = torch.nn.Parameter(torch.randn(4).double())
-    mine = rows_of_rank(cu_seqlens, cp, layout.cp_rank)
+    local = rows_of_rank(cu_seqlens, cp, layout.cp_rank)
     shared = packed_rows(cu_seqlens, cp, layout.cp_rank)
     assert shared.context is not None
     results = []
-    for rows, select in ((packed_rows(cu_seqlens), slice(None)), (shared, mine)):
+    for rows, select in ((packed_rows(cu_seqlens), slice(None)), (shared, local)):
         leaves = [t[select].clone().requires_grad_() for t in tensors]
         out = module(*leaves, None, packed_seq_params=rows)
         results.append([out.detach(), *torch.autograd.grad(out, leaves, grad[select])])
-    pairs = [(part, whole[mine]) for whole, part in zip(*results, strict=True)]
+    pairs = [(part, full[local]) for full, part in zip(*results, strict=True)]
     return dict(
         padded=bool(shared.context.padded), keys=max(d - c for _, _, c, d in shared.context.spans), longest=int(lengths.max()),
         apart=[float((a - b).abs().max() / b.abs().max()) for a, b in pairs],
@@ -186,15 +186,15 @@ def rows_of(inputs: LossInputs, rows: Tensor, group: dist.ProcessGroup) -> LossI
 def loss_differences(layout: ParallelLayout, case: str, active: str) -> dict[str, Any]:
     """Differences from one process that holds all rows: the summed loss, this rank's gradients,
     reduced metrics."""
-    whole, cu_seqlens = packed_inputs(layout.cp_size, active)
+    full, cu_seqlens = packed_inputs(layout.cp_size, active)
     name, changes, terms = LOSS_CASES[case]
-    whole = dataclasses.replace(whole, **changes)
+    full = dataclasses.replace(full, **changes)
     if case in ("gmpo", "vespo", "gspo"):
-        whole = with_weights(whole, "sequence" if case == "vespo" else "token")
+        full = with_weights(full, "sequence" if case == "vespo" else "token")
     rows = rows_of_rank(cu_seqlens, layout.cp_size, layout.cp_rank)
     (expected, gradients), (output, own) = (
         evaluate(inputs, name, SETTINGS.get(case, {}), terms)
-        for inputs in (whole, rows_of(whole, rows, layout.cp_group))
+        for inputs in (full, rows_of(full, rows, layout.cp_group))
     )
     total = output.loss.detach().clone()
     dist.all_reduce(total, group=layout.cp_group)

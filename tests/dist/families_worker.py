@@ -18,11 +18,11 @@ def run_cells(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str
     for name, (folder, flags) in arguments["cells"].items():
         base_file = f"{folder}/one.pt"
         with WithoutFloat32(), parallel(**sizes_of(flags)) as layout:
-            mine = train(folder, layout, flags, "float64")
+            local = train(folder, layout, flags, "float64")
         if world_size == 1:
-            torch.save(mine, base_file)
+            torch.save(local, base_file)
             continue
-        apart = differences(mine, torch.load(base_file))
+        apart = differences(local, torch.load(base_file))
         found[name] = {k: v for k, v in apart.items() if k != "metrics"}
     dist.barrier()
     return found

@@ -36,7 +36,7 @@ def on_ranks(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str,
     for sizes, own in cases.items():
         with WithoutFloat32(), parallel(**dict(sizes)) as layout:
             for model, flags in own:
-                mine = train(arguments["models"][model], layout, flags, "float64")
-                seen = differences(mine, base[model])
+                local = train(arguments["models"][model], layout, flags, "float64")
+                seen = differences(local, base[model])
                 found[f"{model} {flags}"] = {word: seen[word] for word in WORDS}
     return found

@@ -129,7 +129,7 @@ def start_from_noise(host: ModelHost) -> None:
 def train(host: ModelHost) -> dict[str, Any]:
     """Steps of two passes each; gradients as the optimizer gets them, norms, what the passes tell,
     what is trained at the end. In between the policy on the same base takes a pass."""
-    told: list[Any] = []
+    reported: list[Any] = []
     gradients: dict[str, Tensor] = {}
     norms = []
     network = network_of(host)
@@ -145,11 +145,11 @@ def train(host: ModelHost) -> dict[str, Any]:
 
     network.finalize_gradients = finalize  # type: ignore[method-assign]
     for step in range(STEPS):
-        told.append(critic_pass(host, 2 * step))
+        reported.append(critic_pass(host, 2 * step))
         host.execute(
             {"op": "forward_backward", "model": "policy", **command_of(message_of(3, 9, seed=step))}
         )
-        told.append(critic_pass(host, 2 * step + 1))
+        reported.append(critic_pass(host, 2 * step + 1))
         settings = {
             **ADAM,
             "learning_rate": 1e-2,
@@ -160,9 +160,9 @@ def train(host: ModelHost) -> dict[str, Any]:
         norms.append(
             host.execute({"op": "optim_step", "model": "critic", "adam": settings})["grad_norm"]
         )
-    told.append(critic_pass(host, 9, forward_only=True))
+    reported.append(critic_pass(host, 9, forward_only=True))
     norms.append(host.execute({"op": "optim_step", "model": "policy", "adam": ADAM})["grad_norm"])
-    return dict(told=told, gradients=gradients, norms=norms, end=whole(host))
+    return dict(reported=reported, gradients=gradients, norms=norms, end=whole(host))
 
 
 def layouts(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str, Any]:

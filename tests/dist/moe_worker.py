@@ -77,11 +77,11 @@ def random_routes(samples: list[TrainSample], backend: MegatronBackend) -> list[
 
 
 def with_routed_experts(backend: MegatronBackend, batch: TrainBatch) -> TrainBatch:
-    told = backend.forward(batch.samples)
+    reported = backend.forward(batch.samples)
     return TrainBatch(
         tuple(
             dataclasses.replace(s, routed_experts=t.routed_experts)
-            for s, t in zip(batch.samples, told, strict=True)
+            for s, t in zip(batch.samples, reported, strict=True)
         )
     )
 

@@ -58,11 +58,11 @@ def one_step(folder: str, layout: ParallelLayout, flags: str) -> dict[str, Any]:
     samples = samples_of(1)
     prompts = teacher_prompts(samples)
     own = slice(layout.dp_rank * len(samples) // layout.dp_size, None)
-    mine = list(share(samples, layout).samples)
-    local_prompts = prompts[own][: len(mine)]
-    old = backend.forward(mine, top_k=TOP)
+    local = list(share(samples, layout).samples)
+    local_prompts = prompts[own][: len(local)]
+    old = backend.forward(local, top_k=TOP)
     top = [o.top_tokens.long() for o in old if o.top_tokens is not None]
-    asked = [replace(s, label_sets=t) for s, t in zip(mine, top, strict=True)]
+    asked = [replace(s, label_sets=t) for s, t in zip(local, top, strict=True)]
     taught = [with_prompt(s, p) for s, p in zip(asked, local_prompts)]
     found = backend.forward([*taught, *asked[len(taught) :]], backend.teacher)
     probs = [f.label_log_probs.exp() for f in found if f.label_log_probs is not None]

@@ -179,8 +179,8 @@ def test_logits_and_round_trips_under_every_layout(
     assert not convert_worker.over_the_limit(ranks, len(layouts) * len(MODELS))
 
 
-@pytest.mark.parametrize(("impl", "whole"), [("local", False), ("transformer_engine", True)])
-def test_latent_attention_of_the_transformer_engine_spec(impl: str, whole: bool) -> None:
+@pytest.mark.parametrize(("impl", "full"), [("local", False), ("transformer_engine", True)])
+def test_latent_attention_of_the_transformer_engine_spec(impl: str, full: bool) -> None:
     """There the norms of the latents belong to the up-projections, and the down-projections are
     whole on every tensor-parallel rank."""
     layer = "decoder.layers.0.self_attention."
@@ -201,7 +201,7 @@ def test_latent_attention_of_the_transformer_engine_spec(impl: str, whole: bool)
     family = family_map("DeepseekV3ForCausalLM", config, tied=False)
     assert [
         family[f"{layer}linear_{latent}_down_proj.weight"].sharded for latent in ("q", "kv")
-    ] == [not whole, not whole]
+    ] == [not full, not full]
     assert family[f"{layer}linear_q_up_proj.weight"].sharded
 
 

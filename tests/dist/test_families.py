@@ -323,12 +323,12 @@ def measure(
             packed = ours.logits(tokens)
             objective(packed, coefficients).backward()
             singly = torch.cat([ours.logits([row])[0] for row in tokens]).detach()
-        whole = torch.cat(packed).detach()
+        full = torch.cat(packed).detach()
         others = {"logits": torch.cat(logits), **read(ours.folder, expected)}
         exact = exact or others
         measured[dtype] = Measured(
-            apart({"logits": whole, **ours.gradients()}, others),
-            apart({"logits": whole}, {"logits": singly}),
+            apart({"logits": full, **ours.gradients()}, others),
+            apart({"logits": full}, {"logits": singly}),
             apart(others, exact),
         )
     return measured
@@ -443,13 +443,13 @@ def test_a_language_model_saved_with_the_names_of_the_whole(
     family: str, alone: Any, tmp_path: Path
 ) -> None:
     """As transformers saves what it took out of a model with a vision tower."""
-    whole, text = tmp_path / "whole", tmp_path / "text"
-    make_tiny_model(f"{family}ForConditionalGeneration", whole)
-    model = getattr(transformers, f"{family}ForCausalLM").from_pretrained(whole)
+    full, text = tmp_path / "whole", tmp_path / "text"
+    make_tiny_model(f"{family}ForConditionalGeneration", full)
+    model = getattr(transformers, f"{family}ForCausalLM").from_pretrained(full)
     model.save_pretrained(text)
     names = load_file(text / "model.safetensors").keys()
     assert any(name.startswith("model.language_model.") for name in names)
-    found, expected = (Ours(f, alone, torch.float32).exported() for f in (text, whole))
+    found, expected = (Ours(f, alone, torch.float32).exported() for f in (text, full))
     renamed = {n.replace("model.language_model.", "model.", 1): t for n, t in expected.items()}
     assert found.keys() == renamed.keys()
     assert all(torch.equal(found[n], renamed[n]) for n in found)

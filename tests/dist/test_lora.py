@@ -162,17 +162,17 @@ def test_an_adapter_starts_as_its_base(alone: Any, files: dict[str, str]) -> Non
     backend = worker.make_backend(files["model"], alone, "")
     samples = random_samples(1)
     reference = backend.forward(samples, backend.reference)
-    for mine, its in zip(backend.forward(samples), reference, strict=True):
-        assert torch.equal(mine.log_probs, its.log_probs)
+    for local, its in zip(backend.forward(samples), reference, strict=True):
+        assert torch.equal(local.log_probs, its.log_probs)
     worker.start_from_noise(backend)
-    for mine, now, its in zip(
+    for local, now, its in zip(
         backend.forward(samples),
         backend.forward(samples, backend.reference),
         reference,
         strict=True,
     ):
         assert torch.equal(now.log_probs, its.log_probs)
-        assert bool((mine.log_probs != its.log_probs).eq(now.log_probs != 0).all()), (
+        assert bool((local.log_probs != its.log_probs).eq(now.log_probs != 0).all()), (
             "another model at every active token"
         )
 
@@ -189,9 +189,9 @@ def compare(found: dict[str, Any], one: dict[str, Any], label: str) -> None:
     rank, ranks = found["dp"]
     size = len(one["log_probs"]) // ranks
     for key in ("log_probs", "reference"):
-        mine = one[key][rank * size : (rank + 1) * size]
+        local = one[key][rank * size : (rank + 1) * size]
         assert (
-            largest(float((a - b).abs().max()) for a, b in zip(found[key], mine, strict=True))
+            largest(float((a - b).abs().max()) for a, b in zip(found[key], local, strict=True))
             < EXACT
         ), (label, key)
     scale = max(map(abs, one["losses"]))

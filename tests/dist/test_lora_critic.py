@@ -73,7 +73,7 @@ def reference(folder: str, start: dict[str, Tensor]) -> tuple[Any, dict[str, Ten
 
 def loss_of(model: Any, leaves: dict[str, Tensor], seed: int) -> tuple[Tensor, Tensor]:
     """(the loss, the values of all tokens), with PPO's clipping written out."""
-    total, told = torch.zeros((), dtype=torch.float64), []
+    total, reported = torch.zeros((), dtype=torch.float64), []
     for datum in worker.arrays(seed):
         hidden = model(torch.from_numpy(datum["tokens"])[None]).last_hidden_state[0]
         values = hidden @ leaves[f"{VALUE_HEAD}.weight"][0] + leaves[f"{VALUE_HEAD}.bias"]
@@ -87,12 +87,12 @@ def loss_of(model: Any, leaves: dict[str, Tensor], seed: int) -> tuple[Tensor, T
                 weights * 0.5 * torch.maximum((values - returns) ** 2, (clipped - returns) ** 2)
             ).sum()
         )
-        told.append(values.detach())
-    return total, torch.cat(told)
+        reported.append(values.detach())
+    return total, torch.cat(reported)
 
 
-def scores(told: Any) -> Tensor:
-    return torch.from_numpy(np.frombuffer(told["scores"], "<f4").copy())
+def scores(reported: Any) -> Tensor:
+    return torch.from_numpy(np.frombuffer(reported["scores"], "<f4").copy())
 
 
 def test_one_process_takes_the_steps_of_plain_autograd(
@@ -135,9 +135,9 @@ def test_one_process_takes_the_steps_of_plain_autograd(
         for part in range(2):
             loss, values = loss_of(its, leaves, 2 * step + part)
             loss.backward()
-            told = found["told"][2 * step + part]
-            torch.testing.assert_close(scores(told).double(), values, rtol=WIRE, atol=WIRE)
-            assert float(np.frombuffer(told["losses"], "<f4").sum()) == pytest.approx(
+            reported = found["reported"][2 * step + part]
+            torch.testing.assert_close(scores(reported).double(), values, rtol=WIRE, atol=WIRE)
+            assert float(np.frombuffer(reported["losses"], "<f4").sum()) == pytest.approx(
                 loss.item(), rel=WIRE
             )
         for name, leaf in leaves.items():
@@ -202,5 +202,5 @@ def test_layouts_train_the_critic_of_one_process(
                     parameter,
                 )
             if rank == 0:
-                for mine, its in zip(found["told"], one["told"], strict=True):
-                    assert relative(scores(mine), scores(its)) < WIRE, (name, "values")
+                for local, its in zip(found["reported"], one["reported"], strict=True):
+                    assert relative(scores(local), scores(its)) < WIRE, (name, "values")

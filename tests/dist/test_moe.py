@@ -199,8 +199,8 @@ def check(results: dict[str, Any], name: str) -> None:
         assert difference < EXACT, (what, difference, tensor)
     for what in ("losses", "grad_norms"):
         assert other[what] == pytest.approx(base[what], rel=EXACT)
-    for mine, its in zip(other["moe"], base["moe"], strict=True):
-        assert mine == pytest.approx(its, rel=EXACT)
+    for local, its in zip(other["moe"], base["moe"], strict=True):
+        assert local == pytest.approx(its, rel=EXACT)
 
 
 def test_replay_is_of_other_choices(results: dict[str, Any]) -> None:

@@ -157,7 +157,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(work: Path) -> Result:
+def full_run(work: Path) -> Result:
     """A run that is never stopped."""
     return run_layout(ONE_PROCESS, ALONE, work, EXACT.split())
 
@@ -181,15 +181,15 @@ def in_parts(work: Path, names: Sequence[str]) -> Result:
     )
 
 
-def test_a_run_that_was_stopped_goes_on_with_the_same_bits(work: Path, whole: Result) -> None:
+def test_a_run_that_was_stopped_goes_on_with_the_same_bits(work: Path, full_run: Result) -> None:
     parts = in_parts(work, [ONE_PROCESS] * 3)
-    assert (parts.losses, parts.grad_norms) == (whole.losses, whole.grad_norms)
-    assert all(torch.equal(parts.weights[name], w) for name, w in whole.weights.items())
+    assert (parts.losses, parts.grad_norms) == (full_run.losses, full_run.grad_norms)
+    assert all(torch.equal(parts.weights[name], w) for name, w in full_run.weights.items())
 
 
-def test_a_checkpoint_goes_on_in_other_layouts(work: Path, whole: Result) -> None:
+def test_a_checkpoint_goes_on_in_other_layouts(work: Path, full_run: Result) -> None:
     parts = in_parts(work, ["TP2", "PP2", "DP2"])
-    row = compare("TP2, PP2, DP2", whole, parts)
+    row = compare("TP2, PP2, DP2", full_run, parts)
     assert row.holds, row
 
 
@@ -197,8 +197,8 @@ def test_the_state_of_another_optimizer_is_refused(work: Path) -> None:
     folder = str(work / "muon alone")
     saving = ["--num-rollout", "1", "--save", folder]
     run_layout("saves", ALONE, work, [*EXACT.split(), *saving])
-    said = "optimizer state of muon, not of adam: give --optimizer muon, or --no-load-optim"
-    with pytest.raises(RuntimeError, match=said):
+    message = "optimizer state of muon, not of adam: give --optimizer muon, or --no-load-optim"
+    with pytest.raises(RuntimeError, match=message):
         run_layout("loads", ALONE, work, ["--load", folder])
     run_layout("afresh", ALONE, work, ["--load", folder, "--no-load-optim"])
 

@@ -81,9 +81,9 @@ def exchange(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, int]
     counted = sum(m.nbytes for m in messages if m.source == rank)
     assert (found.traffic.sent, found.traffic.largest_buffer <= BUFFER) == (counted, True)
     assert found.traffic.received == sum(m.nbytes for m in messages if m.source != rank)
-    whole = gather_on_rank_zero(known, buffer_size=BUFFER)
+    full = gather_on_rank_zero(known, buffer_size=BUFFER)
     if rank == 0:
-        every = complete(whole)
+        every = complete(full)
         assert all(same(sample, made(i)) for i, sample in enumerate(every))
         assert [s.response for s in every] == [made(i).response for i in range(COUNT)]
         assert [s.metadata for s in every] == [made(i).metadata for i in range(COUNT)]

@@ -167,7 +167,7 @@ def test_a_resumed_run_has_the_same_teacher(alone: Any, tmp_path: Path) -> None:
         trainer.close()
         rows.append(read_metrics(out / "metrics.jsonl"))
     names = ("rollout/opd_reverse_kl", "train/opd_divergence", "train/grad_norm", "train/loss")
-    whole, rest = ([[row[name] for name in names] for row in found] for found in rows)
-    assert rest == whole[2:]
+    full, rest = ([[row[name] for name in names] for row in found] for found in rows)
+    assert rest == full[2:]
     assert all(row["rollout/opd_untaught"] == 2 for row in rows[0])
     assert all(row["train/opd_divergence"] > 0 for row in rows[0])

@@ -103,13 +103,12 @@ def test_models_that_wait_hold_nothing_and_go_on_bit_by_bit(
     assert all(
         torch.equal(a, b) for a, b in zip(in_turns["tensors"], all_inside["tensors"], strict=True)
     )
-    whole = all_inside["held"][0]
-    assert min(whole) > 10_000 and set(all_inside["held"]) == {whole}, (
+    full = all_inside["held"][0]
+    assert min(full) > 10_000 and set(all_inside["held"]) == {full}, (
         "bytes of adapters with gradients and moments"
     )
     last_used = {
-        tuple(size if i == used else 0 for i, size in enumerate(whole))
-        for used in range(len(whole))
+        tuple(size if i == used else 0 for i, size in enumerate(full)) for used in range(len(full))
     }
     assert set(in_turns["held"]) == last_used, (
         "the one that was used last, and nothing of the others"

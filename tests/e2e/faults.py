@@ -235,10 +235,10 @@ def exchange_gate_and_up(rank: int, layer: str) -> None:
     projection of one expert change places."""
     from slime_like.conversion import to_hf
 
-    whole = to_hf.gather_full_tensors
+    full_run = to_hf.gather_full_tensors
 
     def exchanged(mapping: Any, shards: Any, sizes: Any) -> Any:
-        made = whole(mapping, shards, sizes)
+        made = full_run(mapping, shards, sizes)
         names = [
             name
             for name in made

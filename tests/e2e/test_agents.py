@@ -245,16 +245,16 @@ def test_the_loss_does_not_depend_on_the_cut(
         line = work.flags(out, **(shared | more | layout))  # type: ignore[arg-type]
         server.train(line, tmp_path / "log", ranks=1 if name in ("paths", "turns") else 2).ok()
         found.append((rows_of(out)[-1], weights_of(out / "hf")))
-    whole, weights = found[0]
-    assert whole["train/grad_norm"] > 0
+    full_run, weights = found[0]
+    assert full_run["train/grad_norm"] > 0
     for other, other_weights in found[1:]:
-        assert abs(other["train/loss"] - whole["train/loss"]) <= 1e-6
-        assert abs(other["train/grad_norm"] - whole["train/grad_norm"]) <= 1e-5
+        assert abs(other["train/loss"] - full_run["train/loss"]) <= 1e-6
+        assert abs(other["train/grad_norm"] - full_run["train/grad_norm"]) <= 1e-5
         for key in weights:
             torch.testing.assert_close(other_weights[key], weights[key], atol=3e-6, rtol=0)
         if method == "ppo":
-            assert whole["train/value_loss"] > 0
-            assert abs(other["train/value_loss"] - whole["train/value_loss"]) <= 1e-6
+            assert full_run["train/value_loss"] > 0
+            assert abs(other["train/value_loss"] - full_run["train/value_loss"]) <= 1e-6
 
 
 @pytest.mark.extended

@@ -44,7 +44,9 @@ def flags(work: Workspace, out: Path, **changes: str | int | float | Path | None
 
 
 @pytest.fixture(scope="module")
-def whole(server: TrainServer, work: Workspace, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def full_run(
+    server: TrainServer, work: Workspace, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """4 rollouts in one go, a checkpoint after each."""
     out = tmp_path_factory.mktemp("faults")
     server.train(flags(work, out, save=out / "checkpoints", save_interval=1), out / "log").ok()
@@ -54,7 +56,7 @@ def whole(server: TrainServer, work: Workspace, tmp_path_factory: pytest.TempPat
 def resumes(
     server: TrainServer,
     work: Workspace,
-    whole: Path,
+    full_run: Path,
     out: Path,
     root: Path,
     *,
@@ -77,7 +79,7 @@ def resumes(
     ]
     assert min(begun, default=5) > least, done.out
     rows = {int(row["step"]): row for row in same_sft(rows_of(out))}
-    assert rows[4] == same_sft(rows_of(whole))[3] if ranks == 1 else rows[4]["train/loss"] > 0
+    assert rows[4] == same_sft(rows_of(full_run))[3] if ranks == 1 else rows[4]["train/loss"] > 0
     assert complete_steps(root)[-1] == 4
     assert (root / TRACKER).read_text() == "4"
     assert not [
@@ -130,7 +132,7 @@ EVERY = [
 def test_killed_at_a_write_sync_or_rename(
     server: TrainServer,
     work: Workspace,
-    whole: Path,
+    full_run: Path,
     tmp_path: Path,
     ranks: int,
     mode: str,
@@ -163,14 +165,14 @@ def test_killed_at_a_write_sync_or_rename(
             records = read_manifest(folder)
             assert damaged_files(folder, records, records, threads=2) == []
         if point % 4 == 0 or not least:
-            resumes(server, work, whole, out, root, least=steps[-1], ranks=ranks, **more)
+            resumes(server, work, full_run, out, root, least=steps[-1], ranks=ranks, **more)
         shutil.rmtree(root)
     assert not least, "the save has more such calls"
 
 
 @pytest.mark.parametrize("mode", ["", "async_save"])
 def test_at_each_of_its_writes_a_save_could_be_killed(
-    server: TrainServer, work: Workspace, whole: Path, tmp_path: Path, mode: str
+    server: TrainServer, work: Workspace, full_run: Path, tmp_path: Path, mode: str
 ) -> None:
     """What a kill at each call would leave, thousands of writes included: the checkpoint before,
     and from the renaming on the new one."""
@@ -192,7 +194,7 @@ def test_at_each_of_its_writes_a_save_could_be_killed(
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2])
 def test_killed_at_10_random_instants(
-    server: TrainServer, work: Workspace, whole: Path, tmp_path: Path, seed: int
+    server: TrainServer, work: Workspace, full_run: Path, tmp_path: Path, seed: int
 ) -> None:
     """A run that does little but save, both ways; the same command line until it ends."""
     rng = random.Random(seed)
@@ -230,7 +232,7 @@ def test_killed_at_10_random_instants(
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.extended)])
 def test_sigterm_saves_and_ends_with_a_status_of_its_own(
-    server: TrainServer, work: Workspace, whole: Path, tmp_path: Path, ranks: int
+    server: TrainServer, work: Workspace, full_run: Path, tmp_path: Path, ranks: int
 ) -> None:
     """It reaches one rank only: all stop after the same rollout."""
     root = tmp_path / "checkpoints"
@@ -241,12 +243,12 @@ def test_sigterm_saves_and_ends_with_a_status_of_its_own(
     assert done.status == 75, done.err
     assert "stopped by SIGTERM after rollout 2 of 4, saved in" in done.out
     assert complete_steps(root) == [2]
-    resumes(server, work, whole, tmp_path, root, least=2, ranks=ranks)
+    resumes(server, work, full_run, tmp_path, root, least=2, ranks=ranks)
 
 
 @pytest.mark.extended
 def test_limits_of_time_and_rollouts(
-    server: TrainServer, work: Workspace, whole: Path, tmp_path: Path
+    server: TrainServer, work: Workspace, full_run: Path, tmp_path: Path
 ) -> None:
     root = tmp_path / "checkpoints"
     done = server.train(
@@ -258,12 +260,12 @@ def test_limits_of_time_and_rollouts(
     ).ok()
     assert "stopped by --exit-interval 3 after rollout 3 of 4" in done.out
     assert complete_steps(root) == [1, 3]
-    resumes(server, work, whole, tmp_path, root, least=3)
+    resumes(server, work, full_run, tmp_path, root, least=3)
 
 
 @pytest.mark.extended
 def test_a_rank_that_is_killed_is_named_and_the_run_taken_up(
-    server: TrainServer, work: Workspace, whole: Path, tmp_path: Path
+    server: TrainServer, work: Workspace, full_run: Path, tmp_path: Path
 ) -> None:
     root = tmp_path / "checkpoints"
     argv = flags(work, tmp_path, save=root, load=root, save_interval=2)
@@ -274,7 +276,7 @@ def test_a_rank_that_is_killed_is_named_and_the_run_taken_up(
     assert f"error: no answer from rank 1 (host {socket.gethostname()}, process " in done.err
     assert "Traceback" not in done.err
     no_process_left(server)
-    resumes(server, work, whole, tmp_path, root, least=2, ranks=2)
+    resumes(server, work, full_run, tmp_path, root, least=2, ranks=2)
 
 
 # --- full disks ------------------------------------------------------------------------------------------------------
@@ -289,7 +291,7 @@ def test_a_rank_that_is_killed_is_named_and_the_run_taken_up(
     ],
 )
 def test_a_disk_that_fills_up_during_the_second_save(
-    server: TrainServer, work: Workspace, whole: Path, tmp_path: Path, ranks: int, mode: str
+    server: TrainServer, work: Workspace, full_run: Path, tmp_path: Path, ranks: int, mode: str
 ) -> None:
     """On the last rank; the others do not wait for it."""
     root = tmp_path / "checkpoints"
@@ -309,7 +311,7 @@ def test_a_disk_that_fills_up_during_the_second_save(
     )
     assert "No space left on device" in error
     assert sorted(path.name for path in root.iterdir()) == ["iter_0000002", TRACKER]
-    resumes(server, work, whole, tmp_path, root, least=2, ranks=ranks)
+    resumes(server, work, full_run, tmp_path, root, least=2, ranks=ranks)
 
 
 @pytest.fixture
@@ -352,16 +354,18 @@ def test_a_disk_that_is_full_of_metrics_does_not_end_the_run(
         disk, num_rollout=3, save=root, save_interval=2, custom_rm_path=f"{reward}:judge", no_tensorboard=None, no_plot=None
     )  # fmt: skip
     done = server.train(argv, tmp_path / "log").ok()
-    told = done.out + done.err
+    reported = done.out + done.err
     assert complete_steps(root) == [2, 3] and rows_of(disk) == []
-    assert told.count(f"--output-dir {disk}/metrics.jsonl: cannot be written: No space left") == 1
-    assert "the metrics of 3 steps, from step 1 on, are lost" in told
-    assert told.count("--tensorboard-dir") == 1 and "Traceback" not in told
+    assert (
+        reported.count(f"--output-dir {disk}/metrics.jsonl: cannot be written: No space left") == 1
+    )
+    assert "the metrics of 3 steps, from step 1 on, are lost" in reported
+    assert reported.count("--tensorboard-dir") == 1 and "Traceback" not in reported
 
 
 @pytest.mark.extended
 def test_going_on_after_a_failed_save(
-    server: TrainServer, work: Workspace, whole: Path, tmp_path: Path
+    server: TrainServer, work: Workspace, full_run: Path, tmp_path: Path
 ) -> None:
     root = tmp_path / "checkpoints"
     argv = flags(work, tmp_path, save=root, save_interval=1, on_save_failure="continue")
@@ -405,18 +409,18 @@ def damage(path: Path, kind: str) -> None:
 
 
 def test_every_damaged_file_is_named(
-    server: TrainServer, work: Workspace, whole: Path, tmp_path: Path
+    server: TrainServer, work: Workspace, full_run: Path, tmp_path: Path
 ) -> None:
     """Each file of the newest checkpoint in turn, with each kind of damage in turn; without a
     manifest it is not complete, and an earlier one is taken, with a warning."""
-    names = model_files(whole / "checkpoints" / "iter_0000004")
+    names = model_files(full_run / "checkpoints" / "iter_0000004")
     assert {".metadata", "common.pt", "metadata.json", "trainer.json", MANIFEST} <= {
         Path(name).name for name in names
     }
     for index, name in enumerate(names):
         kind = ("flipped", "truncated", "missing")[index % 3]
         root, out = tmp_path / f"checkpoints-{index}", tmp_path / f"run-{index}"
-        shutil.copytree(whole / "checkpoints", root)
+        shutil.copytree(full_run / "checkpoints", root)
         damage(root / "iter_0000004" / name, "missing" if name == MANIFEST else kind)
         done = server.train(flags(work, out, load=root), out / "log", timeout_s=60)
         if name == MANIFEST:
@@ -446,10 +450,10 @@ def test_a_bad_tracker_and_nothing_complete_is_an_error(
 
 @pytest.mark.extended
 def test_bits_that_change_after_they_were_read_stop_the_run(
-    server: TrainServer, work: Workspace, whole: Path, tmp_path: Path
+    server: TrainServer, work: Workspace, full_run: Path, tmp_path: Path
 ) -> None:
     """The gate: weights and optimizer are compared with what was saved once they are in place."""
-    argv = flags(work, tmp_path, load=whole / "checkpoints", ckpt_step=2)
+    argv = flags(work, tmp_path, load=full_run / "checkpoints", ckpt_step=2)
     error = server.train(argv, tmp_path / "log", hook=f"{FAULTS}:flip_a_moment_after_load").error()
     assert "the state differs from what was saved (rank 0: exp_avg_sq of the policy)" in error
 
@@ -458,17 +462,17 @@ def test_bits_that_change_after_they_were_read_stop_the_run(
 
 
 def test_a_payload_in_any_file_is_refused_and_runs_nothing(
-    server: TrainServer, work: Workspace, whole: Path, tmp_path: Path
+    server: TrainServer, work: Workspace, full_run: Path, tmp_path: Path
 ) -> None:
     """Each file in turn becomes a pickle, plain or torch's, and the manifest is made to agree: who
     can write one can write the other."""
-    for index, name in enumerate(model_files(whole / "checkpoints" / "iter_0000004")):
+    for index, name in enumerate(model_files(full_run / "checkpoints" / "iter_0000004")):
         root, out, mark = (
             tmp_path / f"checkpoints-{index}",
             tmp_path / f"run-{index}",
             tmp_path / f"ran-{index}",
         )
-        shutil.copytree(whole / "checkpoints", root)
+        shutil.copytree(full_run / "checkpoints", root)
         folder = root / "iter_0000004"
         records = read_manifest(folder)
         write_payload(folder / name, mark)
@@ -482,7 +486,7 @@ def test_a_payload_in_any_file_is_refused_and_runs_nothing(
 
 @pytest.mark.parametrize("declared", ["object", "tensor"])
 def test_a_payload_where_tensors_lie_runs_nothing(
-    server: TrainServer, work: Workspace, whole: Path, tmp_path: Path, declared: str
+    server: TrainServer, work: Workspace, full_run: Path, tmp_path: Path, declared: str
 ) -> None:
     """torch unpickles what `.metadata` calls an object, so that a tensor's name is enough to be
     read so."""
@@ -492,7 +496,7 @@ def test_a_payload_where_tensors_lie_runs_nothing(
     from megatron_patches.safe_checkpoints import read_metadata
 
     root, mark = tmp_path / "checkpoints", tmp_path / "ran"
-    shutil.copytree(whole / "checkpoints", root)
+    shutil.copytree(full_run / "checkpoints", root)
     folder = root / "iter_0000004"
     write_payload(folder / "policy" / "evil.distcp", mark)
     metadata = read_metadata(folder / "policy" / ".metadata")
@@ -537,24 +541,24 @@ def test_retention_and_what_a_save_costs(
         save_retain_interval=3,
         async_save="",
     )
-    said = server.train(argv, tmp_path / "log").ok().out.splitlines()
+    message = server.train(argv, tmp_path / "log").ok().out.splitlines()
     assert complete_steps(root) == [3, 5, 6]
     rows = rows_of(tmp_path)
     announced = [
         re.fullmatch(r"saving .*/(iter_\d+): ([\d.]+) GB, the disk has ([\d.]+) GB free", line)
-        for line in said
+        for line in message
     ]
     assert [found[1] for found in announced if found] == [
         f"iter_{step:07d}" for step in range(1, 7)
     ]
-    told = [
+    reported = [
         re.fullmatch(
             r"(iter_\d+) saved: ([\d.]+) GB in .* blocked for [\d.]+ s; (?:removed (.*); )?[\d.]+ GB free",
             line,
         )
-        for line in said
+        for line in message
     ]
-    assert {found[1]: found[3] for found in told if found} == {
+    assert {found[1]: found[3] for found in reported if found} == {
         "iter_0000001": None, "iter_0000002": None, "iter_0000003": "iter_0000001", "iter_0000004": "iter_0000002", "iter_0000005": None,
         "iter_0000006": "iter_0000004",
     }  # fmt: skip
@@ -565,7 +569,7 @@ def test_retention_and_what_a_save_costs(
     )
     assert rows[-1]["perf/save_gb"] == pytest.approx(size / 1e9)
     assert rows[-1]["perf/save_gb_per_s"] > 0 and rows[-1]["perf/save_free_gb"] > 0
-    assert {found[2] for found in told if found and found[1] == "iter_0000006"} == {
+    assert {found[2] for found in reported if found and found[1] == "iter_0000006"} == {
         f"{size / 1e9:.3f}"
     }
     assert all(row["perf/save_s"] > 0 for row in rows)

@@ -53,7 +53,9 @@ def marked(names: tuple[str, ...] | list[str], fast: tuple[str, ...]) -> list[An
 
 
 @pytest.fixture(scope="module")
-def whole(server: TrainServer, work: Workspace, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def full_run(
+    server: TrainServer, work: Workspace, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """2 rollouts on one process, with a checkpoint after each."""
     out = tmp_path_factory.mktemp("ppo")
     argv = flags(
@@ -70,14 +72,14 @@ def whole(server: TrainServer, work: Workspace, tmp_path_factory: pytest.TempPat
 
 @pytest.mark.parametrize("pair", marked(list(PAIRS), FAST))
 def test_the_second_half_of_a_run_of_one_process(
-    server: TrainServer, work: Workspace, whole: Path, tmp_path: Path, pair: str
+    server: TrainServer, work: Workspace, full_run: Path, tmp_path: Path, pair: str
 ) -> None:
     """Resumed with policy and critic in other layouts, up to the order of sums: samples, values,
     losses, gradient norms, weights."""
     words, ranks = PAIRS[pair]
     recorded = tmp_path / "rollout_{rollout_id}"
     changes: dict[str, Any] = dict(
-        load=whole / "checkpoints", ckpt_step=1, save_debug_rollout_data=recorded
+        load=full_run / "checkpoints", ckpt_step=1, save_debug_rollout_data=recorded
     )
     changes["micro_batch_size"] = None if "--use-dynamic-batch-size" in words else 2
     done = server.train(
@@ -91,13 +93,13 @@ def test_the_second_half_of_a_run_of_one_process(
         and "random states are for TP1 PP1 CP1 DP1" in done.out
         and f"this run is {critic} for the critic" in done.out
     )
-    assert sampled(recorded, 1) == sampled(whole / "rollout_{rollout_id}", 1)
+    assert sampled(recorded, 1) == sampled(full_run / "rollout_{rollout_id}", 1)
     names = ("train/loss", "train/grad_norm", "rollout/kl_abs")
-    expected, found = rows_of(whole)[1], rows_of(tmp_path)[0]
-    for name in (*(n for n in names if n in expected), *of_the_critic(whole)[1]):
+    expected, found = rows_of(full_run)[1], rows_of(tmp_path)[0]
+    for name in (*(n for n in names if n in expected), *of_the_critic(full_run)[1]):
         assert found[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
     assert found["rollout/values_mean"] != 0
-    for name, tensor in weights_of(whole / "hf").items():
+    for name, tensor in weights_of(full_run / "hf").items():
         torch.testing.assert_close(weights_of(tmp_path / "hf")[name], tensor, rtol=1e-4, atol=1e-5)
 
 
@@ -130,8 +132,8 @@ def test_one_and_one_are_two_in_both_layouts(
         return server.train(argv, tmp_path / f"log_{out.name}_{rollouts}", ranks=ranks).ok().out
 
     train(one, 2, save=root, save_interval=1)
-    said = train(two, 2, load=root, ckpt_step=1)
-    assert layouts_of(said) == LAYOUTS[pair] and "random states" not in said
+    message = train(two, 2, load=root, ckpt_step=1)
+    assert layouts_of(message) == LAYOUTS[pair] and "random states" not in message
     assert (
         same_numbers(rows_of(two)) == same_numbers(rows_of(one))[1:]
         and of_the_critic(two) == of_the_critic(one)[1:]

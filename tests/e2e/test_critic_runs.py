@@ -39,8 +39,10 @@ def of_the_critic(out: Path) -> list[dict[str, float]]:
 
 
 @pytest.fixture(scope="module")
-def whole(server: TrainServer, work: Workspace, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """2 rollouts in one go, with a checkpoint after each; `whole / "checkpoints"`."""
+def full_run(
+    server: TrainServer, work: Workspace, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """2 rollouts in one go, with a checkpoint after each; `full_run / "checkpoints"`."""
     out = tmp_path_factory.mktemp("ppo")
     recorded = out / "rollout_{rollout_id}"
     argv = flags(
@@ -55,8 +57,8 @@ def whole(server: TrainServer, work: Workspace, tmp_path_factory: pytest.TempPat
     return out
 
 
-def test_a_run(whole: Path) -> None:
-    first, second = rows_of(whole)
+def test_a_run(full_run: Path) -> None:
+    first, second = rows_of(full_run)
     assert first["rollout/values_mean"] == 0 == first["rollout/explained_variance"], (
         "a head of zeros"
     )
@@ -76,7 +78,7 @@ def test_a_run(whole: Path) -> None:
 
 @pytest.mark.extended
 def test_one_and_one_are_two(
-    server: TrainServer, work: Workspace, whole: Path, tmp_path: Path
+    server: TrainServer, work: Workspace, full_run: Path, tmp_path: Path
 ) -> None:
     """Bit by bit: the policy, and all that depends on the critic, its optimizer and its schedule."""
     recorded = tmp_path / "rollout_{rollout_id}"
@@ -84,20 +86,20 @@ def test_one_and_one_are_two(
         work,
         tmp_path,
         num_rollout=2,
-        load=whole / "checkpoints",
+        load=full_run / "checkpoints",
         ckpt_step=1,
         save=tmp_path / "ck",
         save_debug_rollout_data=recorded,
     )
     server.train(argv, tmp_path / "log").ok()
-    assert same_numbers(rows_of(tmp_path)) == same_numbers(rows_of(whole))[1:]
-    assert of_the_critic(tmp_path) == of_the_critic(whole)[1:]
-    assert sampled(recorded, 1) == sampled(whole / "rollout_{rollout_id}", 1)
-    expected, found = weights_of(whole / "hf"), weights_of(tmp_path / "hf")
+    assert same_numbers(rows_of(tmp_path)) == same_numbers(rows_of(full_run))[1:]
+    assert of_the_critic(tmp_path) == of_the_critic(full_run)[1:]
+    assert sampled(recorded, 1) == sampled(full_run / "rollout_{rollout_id}", 1)
+    expected, found = weights_of(full_run / "hf"), weights_of(tmp_path / "hf")
     assert all(torch.equal(expected[name], found[name]) for name in expected)
     again = flags(work, tmp_path / "third", num_rollout=3, load=tmp_path / "ck")
     server.train(again, tmp_path / "log3").ok()
-    other = flags(work, tmp_path / "other", num_rollout=3, load=whole / "checkpoints")
+    other = flags(work, tmp_path / "other", num_rollout=3, load=full_run / "checkpoints")
     server.train(other, tmp_path / "log4").ok()
     assert of_the_critic(tmp_path / "third") == of_the_critic(tmp_path / "other"), (
         "the critic that was saved after resuming is the same too"
@@ -169,18 +171,20 @@ def test_rollouts_for_the_critic_alone(
 
 @pytest.mark.extended
 def test_what_the_critic_starts_from(
-    server: TrainServer, work: Workspace, whole: Path, tmp_path: Path
+    server: TrainServer, work: Workspace, full_run: Path, tmp_path: Path
 ) -> None:
     """Checkpoints of an earlier critic; the critic of the checkpoint with --finetune; a Hugging
     Face model without a head."""
     recorded = dict(
-        debug_train_only="", load_debug_rollout_data=whole / "rollout_{rollout_id}", num_rollout=1
+        debug_train_only="",
+        load_debug_rollout_data=full_run / "rollout_{rollout_id}",
+        num_rollout=1,
     )
     first = {}
     for name, changes in {
-        "checkpoint": dict(critic_load=whole / "checkpoints"),
-        "finetune": dict(load=whole / "checkpoints", finetune=""),
-        "both": dict(load=whole / "checkpoints", finetune="", critic_load=work.model),
+        "checkpoint": dict(critic_load=full_run / "checkpoints"),
+        "finetune": dict(load=full_run / "checkpoints", finetune=""),
+        "both": dict(load=full_run / "checkpoints", finetune="", critic_load=work.model),
         "model": dict(critic_load=work.model),
     }.items():
         server.train(
@@ -193,7 +197,7 @@ def test_what_the_critic_starts_from(
 
 @pytest.mark.extended
 def test_a_checkpoint_without_a_critic(
-    server: TrainServer, work: Workspace, whole: Path, tmp_path: Path
+    server: TrainServer, work: Workspace, full_run: Path, tmp_path: Path
 ) -> None:
     root = tmp_path / "checkpoints"
     plain = dict(
@@ -219,7 +223,7 @@ def test_a_checkpoint_without_a_critic(
     ).error()
     assert "has no network 'critic'; it has: policy" in error
     done = server.train(
-        flags(work, tmp_path / "back", num_rollout=3, load=whole / "checkpoints", **plain),
+        flags(work, tmp_path / "back", num_rollout=3, load=full_run / "checkpoints", **plain),
         tmp_path / "log4",
     ).ok()
     assert "has a critic, which this --advantage-estimator does not use" in done.out

@@ -107,20 +107,22 @@ def test_a_resumed_run_draws_what_an_unbroken_one_draws(
     rollout after the one that sampled them; and one that reads no file."""
     more = CARRYING if name == "Inherited" else WITHOUT_ROWS
     flags = {**more, "data_source_path": f"{sources}:{name}", "num_rollout": 3}
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    recorded = whole / "r_{rollout_id}"
-    server.train(work.flags(whole, **flags, save_debug_rollout_data=recorded), whole / "log").ok()
+    full_run, parts = tmp_path / "whole", tmp_path / "parts"
+    recorded = full_run / "r_{rollout_id}"
+    server.train(
+        work.flags(full_run, **flags, save_debug_rollout_data=recorded), full_run / "log"
+    ).ok()
     first = work.flags(parts, **flags | {"num_rollout": 1}, save=parts / "c")
     server.train(first, parts / "log").ok()
     resumed = work.flags(parts, **flags, load=parts / "c", save=parts / "c")
     server.train(resumed, parts / "log2").ok()
-    assert same_numbers(rows_of(parts)) == same_numbers(rows_of(whole))
+    assert same_numbers(rows_of(parts)) == same_numbers(rows_of(full_run))
     if name == "Counting":
         ids = {group.group_id for group in load_rollout(str(recorded), 1)}
         assert ids == {16, 20, 24, 28}  # of each group its first sample's
         assert json.loads((parts / "c" / "count_2").read_text()) == [12, []]
         return
-    assert max(row["rollout/staleness_max"] for row in rows_of(whole)) == 1
+    assert max(row["rollout/staleness_max"] for row in rows_of(full_run)) == 1
     (parts / "c" / "rollout" / "global_dataset_state_dict_2.json").unlink()
     fourth = flags | {"num_rollout": 4, "load": parts / "c"}
     error = server.train(work.flags(parts, **fourth), tmp_path / "log3").error()

@@ -159,9 +159,9 @@ def test_a_lost_node_costs_a_restart(
         in_memory and lost_in == "save"
     )
     assert not list(tmp_path.glob("memory-?/*/iter_*")), "a run that is done leaves nothing there"
-    whole = tmp_path / "whole"
-    server.train(work.flags(whole, num_rollout=ROLLOUTS), tmp_path / "log").ok()
-    rows, expected = rows_of(out), rows_of(whole)
+    full_run = tmp_path / "whole"
+    server.train(work.flags(full_run, num_rollout=ROLLOUTS), tmp_path / "log").ok()
+    rows, expected = rows_of(out), rows_of(full_run)
     assert [row["step"] for row in rows] == list(range(1, ROLLOUTS + 1))
     for row, other in zip(rows, expected, strict=True):
         for name in ("train/loss", "train/grad_norm", "train/lr", "rollout/reward_mean"):

@@ -164,10 +164,10 @@ def test_an_adaptive_kl_coefficient_is_resumed(
         work.flags(tmp_path / "parts", num_rollout=3, load=tmp_path / "saved", **saved),
         tmp_path / "second.log",
     ).ok()
-    whole, parts = rows_of(tmp_path / "whole"), rows_of(tmp_path / "parts")
-    coefficients = [row["rollout/kl_coef"] for row in whole]
+    full_run, parts = rows_of(tmp_path / "whole"), rows_of(tmp_path / "parts")
+    coefficients = [row["rollout/kl_coef"] for row in full_run]
     assert coefficients[0] == 0.1 and len(set(coefficients)) == 3, (
         "a coefficient that stands still would hide a lost state"
     )
     assert [row["rollout/kl_coef"] for row in parts] == coefficients
-    assert same_numbers(parts) == same_numbers(whole)
+    assert same_numbers(parts) == same_numbers(full_run)

@@ -43,10 +43,10 @@ def test_a_run_learns_saves_and_resumes(
 ) -> None:
     """Three rollouts at once, and two and one of them: the same numbers, adapter and merged weights
     bit by bit. The base is not saved."""
-    whole, first, second = (tmp_path / name for name in ("whole", "first", "second"))
+    full_run, first, second = (tmp_path / name for name in ("whole", "first", "second"))
     ends = dict(lora_save_path=tmp_path / "adapter", save_hf=tmp_path / "merged")
-    server.train(work.flags(whole, num_rollout=3, **LORA, **ends), whole).ok()
-    rows = rows_of(whole)
+    server.train(work.flags(full_run, num_rollout=3, **LORA, **ends), full_run).ok()
+    rows = rows_of(full_run)
     assert rows[0]["train/kl_k3"] == 0.0, (
         "the reference is the base, and the adapter starts as nothing"
     )
@@ -152,7 +152,9 @@ def test_a_critic_of_adapters_learns_saves_and_resumes(
     """On the policy's base: two rollouts at once, and one and one of them, the same numbers. A
     critic of all weights beside a policy with adapters starts from the same base, and is another
     model in a checkpoint."""
-    whole, first, second, full = (tmp_path / name for name in ("whole", "first", "second", "full"))
+    full_run, first, second, full = (
+        tmp_path / name for name in ("whole", "first", "second", "full")
+    )
     ppo = dict(
         LORA,
         advantage_estimator="ppo",
@@ -162,8 +164,8 @@ def test_a_critic_of_adapters_learns_saves_and_resumes(
         lr_decay_iters=4,
     )
     adapters = dict(ppo, critic_lora_rank=2)
-    server.train(work.flags(whole, num_rollout=2, **adapters), whole).ok()
-    rows = rows_of(whole)
+    server.train(work.flags(full_run, num_rollout=2, **adapters), full_run).ok()
+    rows = rows_of(full_run)
     assert rows[0]["rollout/values_mean"] == 0 != rows[1]["rollout/values_mean"], (
         "a head of zeros, which learns"
     )

@@ -45,16 +45,16 @@ def test_two_and_two_are_four(
 ) -> None:
     from transformers import AutoModelForCausalLM
 
-    whole, parts, root = tmp_path / "whole", tmp_path / "parts", tmp_path / "checkpoints"
+    full_run, parts, root = tmp_path / "whole", tmp_path / "parts", tmp_path / "checkpoints"
     server.train(
-        flags(work, model, whole, num_rollout=4, save=root, save_interval=2),
+        flags(work, model, full_run, num_rollout=4, save=root, save_interval=2),
         tmp_path / "log1",
         ranks=2,
     ).ok()
     again = flags(work, model, parts, num_rollout=4, load=root, ckpt_step=2)
     server.train(again, tmp_path / "log2", ranks=2).ok()
 
-    rows = rows_of(whole)
+    rows = rows_of(full_run)
     assert len(rows) == 4
     for row in rows:
         assert row["rollout/train_rollout_log_prob_diff_mean"] < 1e-5, (
@@ -67,11 +67,13 @@ def test_two_and_two_are_four(
         "the second step's own choice is never another"
     )
     assert same_numbers(rows_of(parts)) == same_numbers(rows[2:])
-    before, after, resumed = (weights_of(folder) for folder in (model, whole / "hf", parts / "hf"))
+    before, after, resumed = (
+        weights_of(folder) for folder in (model, full_run / "hf", parts / "hf")
+    )
     assert before.keys() == after.keys() == resumed.keys()
     assert all(not torch.equal(before[name], after[name]) for name in before)
     assert [name for name in after if not torch.equal(after[name], resumed[name])] == []
-    AutoModelForCausalLM.from_pretrained(whole / "hf")
+    AutoModelForCausalLM.from_pretrained(full_run / "hf")
 
     # the weights, without the optimizer, in a run that does not share the experts; steps this small
     # change nothing
@@ -96,23 +98,23 @@ def test_the_samplers_routes_are_replayed(
 ) -> None:
     """At the same weights the trainer chooses what the sampler chose, token by token; a recorded
     rollout with other routed experts is trained on those."""
-    whole, again, record = (
+    full_run, again, record = (
         tmp_path / "whole",
         tmp_path / "again",
         str(tmp_path / "rollout_{rollout_id}"),
     )
     changes = {"use_rollout_routing_replay": "", "num_rollout": 2, "num_steps_per_rollout": 2}
     server.train(
-        flags(work, model, whole, save_debug_rollout_data=record, **changes),
+        flags(work, model, full_run, save_debug_rollout_data=record, **changes),
         tmp_path / "log1",
         ranks=2,
     ).ok()
-    for row in rows_of(whole):
+    for row in rows_of(full_run):
         assert (
             row["rollout/moe_routing_disagreement"] == 0
             and row["rollout/train_rollout_log_prob_diff_mean"] < 1e-5
         )
-    assert any(row["train/moe_replay_disagreement"] > 0 for row in rows_of(whole)), (
+    assert any(row["train/moe_replay_disagreement"] > 0 for row in rows_of(full_run)), (
         "no update changed what a router would choose"
     )
 

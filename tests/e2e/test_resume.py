@@ -25,9 +25,9 @@ def flags(work: Workspace, out: Path, **changes: str | int | float | Path | None
     return work.flags(out, **{**SCHEDULE, **saved, **changes})
 
 
-def check_same(whole: Path, parts: Path) -> None:
+def check_same(full_run: Path, parts: Path) -> None:
     """Numbers, sampled tokens and weights of 4 rollouts."""
-    numbers = same_numbers(rows_of(whole))
+    numbers = same_numbers(rows_of(full_run))
     assert [row["step"] for row in numbers] == [1, 2, 3, 4]
     assert len({row["train/lr"] for row in numbers}) == 4, (
         "a schedule that stands still would hide a lost position"
@@ -36,16 +36,18 @@ def check_same(whole: Path, parts: Path) -> None:
     assert same_numbers(rows_of(parts)) == numbers
     for rollout in range(4):
         assert sampled(parts / "rollout_{rollout_id}", rollout) == sampled(
-            whole / "rollout_{rollout_id}", rollout
+            full_run / "rollout_{rollout_id}", rollout
         )
-    expected, found = weights_of(whole / "hf"), weights_of(parts / "hf")
+    expected, found = weights_of(full_run / "hf"), weights_of(parts / "hf")
     assert expected.keys() == found.keys()
     assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
 
 
 @pytest.fixture(scope="module")
-def whole(server: TrainServer, work: Workspace, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """4 rollouts of one process in one go, with a checkpoint every 2; `whole / "checkpoints"`."""
+def full_run(
+    server: TrainServer, work: Workspace, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """4 rollouts of one process in one go, with a checkpoint every 2; `full_run / "checkpoints"`."""
     out = tmp_path_factory.mktemp("whole")
     server.train(
         flags(work, out, num_rollout=4, save=out / "checkpoints", save_interval=2), out / "log"
@@ -55,7 +57,7 @@ def whole(server: TrainServer, work: Workspace, tmp_path_factory: pytest.TempPat
 
 @pytest.mark.extended
 def test_the_same_command_line_after_a_kill(
-    server: TrainServer, work: Workspace, whole: Path, tmp_path: Path
+    server: TrainServer, work: Workspace, full_run: Path, tmp_path: Path
 ) -> None:
     """--load is --save: the first start finds no folder and begins, the second goes on; SIGKILL comes
     after the first checkpoint."""
@@ -87,15 +89,19 @@ train.main()
     assert "rollout 3/4" in done.out
     assert "rollout 2/4" not in done.out
     assert (root / "latest_checkpointed_iteration.txt").read_text() == "4"
-    check_same(whole, tmp_path)
+    check_same(full_run, tmp_path)
 
 
 def test_a_finished_run_says_so(
-    server: TrainServer, work: Workspace, whole: Path, tmp_path: Path
+    server: TrainServer, work: Workspace, full_run: Path, tmp_path: Path
 ) -> None:
     """And exports its weights, if it is asked to."""
     argv = flags(
-        work, tmp_path, num_rollout=4, load=whole / "checkpoints", save_hf=tmp_path / "{rollout_id}"
+        work,
+        tmp_path,
+        num_rollout=4,
+        load=full_run / "checkpoints",
+        save_hf=tmp_path / "{rollout_id}",
     )
     done = server.train(argv, tmp_path / "log").ok()
     assert (tmp_path / "4" / "config.json").is_file()
@@ -106,31 +112,33 @@ def test_a_finished_run_says_so(
 
 
 def test_finetune_takes_the_weights_only(
-    server: TrainServer, work: Workspace, whole: Path, tmp_path: Path
+    server: TrainServer, work: Workspace, full_run: Path, tmp_path: Path
 ) -> None:
-    argv = flags(work, tmp_path / "tuned", num_rollout=1, load=whole / "checkpoints", finetune="")
+    argv = flags(
+        work, tmp_path / "tuned", num_rollout=1, load=full_run / "checkpoints", finetune=""
+    )
     server.train(argv, tmp_path / "log1").ok()
-    argv = flags(work, tmp_path / "model", num_rollout=1, load=whole / "hf")
+    argv = flags(work, tmp_path / "model", num_rollout=1, load=full_run / "hf")
     server.train(argv, tmp_path / "log2").ok()
     tuned, model = (same_numbers(rows_of(tmp_path / name)) for name in ("tuned", "model"))
     assert (
         tuned == model
     )  # both start at step 0, with the first prompts and a new optimizer, from the weights after 4 rollouts
     assert [row["step"] for row in tuned] == [1]
-    first = same_numbers(rows_of(whole))[0]
+    first = same_numbers(rows_of(full_run))[0]
     assert tuned[0]["train/lr"] == first["train/lr"]
     assert tuned[0]["train/loss"] != first["train/loss"]
 
 
 @pytest.mark.extended
 def test_a_kl_to_the_first_model_after_finetuning_is_no_breach(
-    server: TrainServer, work: Workspace, whole: Path, tmp_path: Path
+    server: TrainServer, work: Workspace, full_run: Path, tmp_path: Path
 ) -> None:
     """The gate on the first KL holds for a policy that is the reference, not for one that was
     loaded."""
     kl = dict(num_rollout=1, ref_load=work.model, use_kl_loss="", kl_loss_coef=0.1)
     server.train(
-        flags(work, tmp_path / "a", load=whole / "checkpoints", finetune="", **kl),
+        flags(work, tmp_path / "a", load=full_run / "checkpoints", finetune="", **kl),
         tmp_path / "log1",
     ).ok()
     assert rows_of(tmp_path / "a")[0]["train/kl"] > 1e-6
@@ -138,7 +146,7 @@ def test_a_kl_to_the_first_model_after_finetuning_is_no_breach(
 
 @pytest.mark.extended
 def test_another_reference_model_is_told(
-    server: TrainServer, work: Workspace, whole: Path, tmp_path: Path
+    server: TrainServer, work: Workspace, full_run: Path, tmp_path: Path
 ) -> None:
     """Checkpoints do not hold it, and know which one it was."""
     kl = dict(use_kl_loss="", kl_loss_coef=0.1, num_steps_per_rollout=1)
@@ -146,8 +154,8 @@ def test_another_reference_model_is_told(
         work, tmp_path / "a", num_rollout=1, ref_load=work.model, save=tmp_path / "ck", **kl
     )
     server.train(first, tmp_path / "log1").ok()
-    for number, (reference, told) in enumerate(
-        ((work.model, False), (whole / "hf", True), (whole / "checkpoints", True))
+    for number, (reference, reported) in enumerate(
+        ((work.model, False), (full_run / "hf", True), (full_run / "checkpoints", True))
     ):
         argv = flags(
             work,
@@ -160,32 +168,32 @@ def test_another_reference_model_is_told(
         done = server.train(argv, tmp_path / f"log2-{number}").ok()
         assert (
             "warning: the reference model differs from that of the checkpoint's run" in done.out
-        ) is told
+        ) is reported
 
 
 def test_no_load_optim_keeps_the_position(
-    server: TrainServer, work: Workspace, whole: Path, tmp_path: Path
+    server: TrainServer, work: Workspace, full_run: Path, tmp_path: Path
 ) -> None:
     argv = flags(
-        work, tmp_path, num_rollout=3, load=whole / "checkpoints", ckpt_step=2, no_load_optim=""
+        work, tmp_path, num_rollout=3, load=full_run / "checkpoints", ckpt_step=2, no_load_optim=""
     )
     server.train(argv, tmp_path / "log").ok()
     rows = same_numbers(rows_of(tmp_path))
     assert [row["step"] for row in rows] == [3]
     assert sampled(tmp_path / "rollout_{rollout_id}", 2) == sampled(
-        whole / "rollout_{rollout_id}", 2
+        full_run / "rollout_{rollout_id}", 2
     )
-    mine, other = weights_of(tmp_path / "hf"), weights_of(whole / "hf")
-    assert any(not torch.equal(mine[name], other[name]) for name in mine)
+    actual, other = weights_of(tmp_path / "hf"), weights_of(full_run / "hf")
+    assert any(not torch.equal(actual[name], other[name]) for name in actual)
 
 
 @pytest.mark.parametrize("damage", ["missing", "garbage", "dangling"])
 def test_a_damaged_tracker(
-    server: TrainServer, work: Workspace, whole: Path, tmp_path: Path, damage: str
+    server: TrainServer, work: Workspace, full_run: Path, tmp_path: Path, damage: str
 ) -> None:
     """The newest complete checkpoint is taken, and said."""
     root = tmp_path / "checkpoints"
-    shutil.copytree(whole / "checkpoints", root)
+    shutil.copytree(full_run / "checkpoints", root)
     tracker = root / "latest_checkpointed_iteration.txt"
     if damage == "missing":
         tracker.unlink()
@@ -198,10 +206,10 @@ def test_a_damaged_tracker(
 
 @pytest.mark.extended
 def test_a_longer_run_follows_its_own_schedule(
-    server: TrainServer, work: Workspace, whole: Path, tmp_path: Path
+    server: TrainServer, work: Workspace, full_run: Path, tmp_path: Path
 ) -> None:
     argv = flags(
-        work, tmp_path, num_rollout=6, lr_decay_iters=16, lr=5e-4, load=whole / "checkpoints"
+        work, tmp_path, num_rollout=6, lr_decay_iters=16, lr=5e-4, load=full_run / "checkpoints"
     )
     done = server.train(argv, tmp_path / "log").ok()
     assert "lr_decay_steps 16 (checkpoint: 8)" in done.out
@@ -212,13 +220,13 @@ def test_a_longer_run_follows_its_own_schedule(
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_checkpoint_of_another_model_is_one_error(
-    server: TrainServer, work: Workspace, whole: Path, tmp_path: Path, ranks: int
+    server: TrainServer, work: Workspace, full_run: Path, tmp_path: Path, ranks: int
 ) -> None:
     from slime_like.cli.tiny_model import save_model
 
     model = tmp_path / "wider"
     save_model(model, hidden_size=64, num_layers=2)
-    argv = flags(work, tmp_path, num_rollout=4, load=whole / "checkpoints", hf_checkpoint=model)
+    argv = flags(work, tmp_path, num_rollout=4, load=full_run / "checkpoints", hf_checkpoint=model)
     error = server.train(argv, tmp_path / "log", ranks=ranks).error()
     assert (
         "iter_0000004 is of another model: hidden_size 32 (here: 64), ffn_hidden_size 96 (here: 192), kv_channels 8 (here: 16)"
@@ -227,7 +235,7 @@ def test_a_checkpoint_of_another_model_is_one_error(
 
 
 def test_what_cannot_be_loaded(
-    server: TrainServer, work: Workspace, whole: Path, tmp_path: Path
+    server: TrainServer, work: Workspace, full_run: Path, tmp_path: Path
 ) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
@@ -240,12 +248,12 @@ def test_what_cannot_be_loaded(
     rows = [json.loads(line) for line in work.prompts.read_text().splitlines()]
     other.write_text("".join(json.dumps(row) + "\n" for row in rows[1:]))
     error = server.train(
-        flags(work, tmp_path, num_rollout=5, load=whole / "checkpoints", prompt_data=other),
+        flags(work, tmp_path, num_rollout=5, load=full_run / "checkpoints", prompt_data=other),
         tmp_path / "log",
     ).error()
     assert "differs from the data of the saved run" in error
     damaged = tmp_path / "damaged"
-    shutil.copytree(whole / "checkpoints", damaged)
+    shutil.copytree(full_run / "checkpoints", damaged)
     file = max(
         (damaged / "iter_0000004" / "policy").glob("*.distcp"), key=lambda path: path.stat().st_size
     )
@@ -264,7 +272,7 @@ def test_what_cannot_be_loaded(
     assert "is damaged: " in error, "sizes are looked at whatever was asked for"
 
 
-def test_the_exported_model_answers_as_the_engine_does(work: Workspace, whole: Path) -> None:
+def test_the_exported_model_answers_as_the_engine_does(work: Workspace, full_run: Path) -> None:
     """transformers' own greedy generation from --save-hf, against the local engine with the same
     weights."""
     import transformers
@@ -272,7 +280,7 @@ def test_the_exported_model_answers_as_the_engine_does(work: Workspace, whole: P
     from slime_like.engines.base import GenerateRequest, SamplingParams
     from slime_like.engines.local.engine import LocalEngine
 
-    folder = str(whole / "hf")
+    folder = str(full_run / "hf")
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     before = weights_of(work.model)
@@ -282,7 +290,7 @@ def test_the_exported_model_answers_as_the_engine_does(work: Workspace, whole: P
         if name in before
     )
     engine = LocalEngine(str(work.model), tokenizer)
-    engine.update_weights(iter(weights_of(whole / "hf").items()), 1)
+    engine.update_weights(iter(weights_of(full_run / "hf").items()), 1)
     messages = [json.loads(line)["messages"] for line in work.prompts.read_text().splitlines()[:6]]
     prompts = [
         tokenizer.apply_chat_template(m, add_generation_prompt=True, return_dict=False)

@@ -94,8 +94,8 @@ def test_three_a_kill_and_three_are_six(
         }
         return flags(work, out, kind, layout, **{**own, **kept, **changes})
 
-    whole, parts, root = tmp_path / "whole", tmp_path / "parts", tmp_path / "checkpoints"
-    server.train(argv(whole), tmp_path / "log1", ranks=ranks).ok()
+    full_run, parts, root = tmp_path / "whole", tmp_path / "parts", tmp_path / "checkpoints"
+    server.train(argv(full_run), tmp_path / "log1", ranks=ranks).ok()
     again = argv(parts, save=root, load=root, save_interval=3)
     killed = server.train(
         again,
@@ -106,7 +106,7 @@ def test_three_a_kill_and_three_are_six(
     assert killed.status in (-signal.SIGKILL, 1)
     assert [row["step"] for row in rows_of(parts)] == [1, 2, 3, 4]
     server.train(again, tmp_path / "log3", ranks=ranks).ok()
-    numbers, found = numbers_of(whole, kind), numbers_of(parts, kind)
+    numbers, found = numbers_of(full_run, kind), numbers_of(parts, kind)
     assert len({row["train/lr"] for row in numbers}) == 6, (
         "a schedule that stands still would hide a lost position"
     )
@@ -114,9 +114,9 @@ def test_three_a_kill_and_three_are_six(
     assert found == numbers
     for rollout in range(6):
         assert sampled(parts / "rollout_{rollout_id}", rollout) == sampled(
-            whole / "rollout_{rollout_id}", rollout
+            full_run / "rollout_{rollout_id}", rollout
         )
-    expected, ended = weights_of(whole / "hf"), weights_of(parts / "hf")
+    expected, ended = weights_of(full_run / "hf"), weights_of(parts / "hf")
     assert [name for name in expected if not torch.equal(expected[name], ended[name])] == []
 
 
@@ -241,10 +241,10 @@ def test_into_another_kind_of_optimizer_state(
     server: TrainServer, work: Workspace, folder: Path, tmp_path: Path, before: str, after: str
 ) -> None:
     """Within what bf16 state may differ by, where a fresh optimizer would not be."""
-    whole = folder / "memory-whole"
-    if not whole.exists():
+    full_run = folder / "memory-whole"
+    if not full_run.exists():
         server.train(
-            steady(work, whole, "memory", "fp32 state", num_rollout=6),
+            steady(work, full_run, "memory", "fp32 state", num_rollout=6),
             folder / "memory-whole-log",
             ranks=2,
         ).ok()
@@ -252,7 +252,7 @@ def test_into_another_kind_of_optimizer_state(
     server.train(
         steady(work, tmp_path, "memory", after, num_rollout=6, load=root), tmp_path / "log", ranks=2
     ).ok()
-    rows, expected = rows_of(tmp_path), rows_of(whole)[3:]
+    rows, expected = rows_of(tmp_path), rows_of(full_run)[3:]
     assert [row["step"] for row in rows] == [4, 5, 6]
     for row, other in zip(rows, expected, strict=True):
         for name in ("train/loss", "train/grad_norm"):
@@ -315,6 +315,6 @@ def test_into_another_precision(
         *after.split(),
     ]
     server.train(other, tmp_path / "log3", ranks=ranks).ok()
-    for mine, theirs in zip(rows_of(tmp_path / "other"), rows_of(tmp_path / "same"), strict=True):
+    for actual, theirs in zip(rows_of(tmp_path / "other"), rows_of(tmp_path / "same"), strict=True):
         for name in ("train/loss", "train/grad_norm"):
-            assert mine[name] == pytest.approx(theirs[name], rel=2e-2), (mine["step"], name)
+            assert actual[name] == pytest.approx(theirs[name], rel=2e-2), (actual["step"], name)

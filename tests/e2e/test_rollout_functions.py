@@ -91,16 +91,17 @@ def test_the_example_carries_groups_over_and_resumes(
         token_tis_ratio_clip_high=2.0,
         tis_ratio_type="token",
     )
-    whole, parts, two = tmp_path / "whole", tmp_path / "parts", tmp_path / "two"
+    full_run, parts, two = tmp_path / "whole", tmp_path / "parts", tmp_path / "two"
     server.train(
-        work.flags(whole, **flags, save_debug_rollout_data=whole / "r_{rollout_id}"), whole / "log"
+        work.flags(full_run, **flags, save_debug_rollout_data=full_run / "r_{rollout_id}"),
+        full_run / "log",
     ).ok()
-    rows = rows_of(whole)
+    rows = rows_of(full_run)
     assert rows[0]["rollout/carried_groups"] > 0 and rows[0]["rollout/spread_mean"] > 0
     assert max(row["rollout/staleness_max"] for row in rows) == 1
     carried = [
         s
-        for g in load_rollout(str(whole / "r_{rollout_id}"), 1)
+        for g in load_rollout(str(full_run / "r_{rollout_id}"), 1)
         for s in g.samples
         if s.metadata.get("carried")
     ]
@@ -117,7 +118,7 @@ def test_the_example_carries_groups_over_and_resumes(
         two / "log",
         ranks=2,
     ).ok()
-    assert sampled(two / "r_{rollout_id}", 2) == sampled(whole / "r_{rollout_id}", 2)
+    assert sampled(two / "r_{rollout_id}", 2) == sampled(full_run / "r_{rollout_id}", 2)
 
 
 # Each returns something that is wrong in one way, or does what it must not

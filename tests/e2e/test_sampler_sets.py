@@ -74,7 +74,7 @@ def test_trainer_and_sampler_agree(
     assert "--renormalize-sampled-log-probs" in done.out  # in the warning
     # the same responses, whose log-probs were higher by the mass outside of the sets
     assert sampled(tmp_path / "with" / TEMPLATE, 0) == sampled(tmp_path / "without" / TEMPLATE, 0)
-    renormalized, whole = (
+    renormalized, full_run = (
         torch.cat(
             [
                 s.rollout_log_probs
@@ -84,7 +84,7 @@ def test_trainer_and_sampler_agree(
         )
         for name in ("with", "without")
     )
-    assert (renormalized - whole).min() > -1e-6 and (renormalized - whole).mean() > 0.1
+    assert (renormalized - full_run).min() > -1e-6 and (renormalized - full_run).mean() > 0.1
 
 
 @pytest.mark.extended
@@ -97,10 +97,10 @@ def test_layouts_equal_one_process(
     server.train([*argv, *LAYOUTS[layout].split()], tmp_path / "log", ranks=2).ok()
     for rollout in range(2):
         assert sampled(tmp_path / TEMPLATE, rollout) == sampled(one / TEMPLATE, rollout)
-    for mine, base in zip(rows_of(tmp_path), rows_of(one), strict=True):
-        assert mine[DIFFERENCE] < 1e-5
+    for actual, base in zip(rows_of(tmp_path), rows_of(one), strict=True):
+        assert actual[DIFFERENCE] < 1e-5
         for name in ("train/loss", "train/grad_norm", "train/kl", "train/entropy"):
-            assert mine[name] == pytest.approx(base[name], rel=1e-4, abs=1e-6), name
+            assert actual[name] == pytest.approx(base[name], rel=1e-4, abs=1e-6), name
 
 
 def test_recorded_sets_train_alike_and_are_not_dropped(

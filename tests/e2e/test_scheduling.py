@@ -36,11 +36,12 @@ def scheduled(work: Workspace, out: Path, **changes: Any) -> list[str]:
 def test_partial_rollouts_resume_exactly(
     server: TrainServer, work: Workspace, tmp_path: Path
 ) -> None:
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    full_run, parts = tmp_path / "whole", tmp_path / "parts"
     server.train(
-        scheduled(work, whole, num_rollout=4, save=whole / "c", save_interval=2), whole / "log"
+        scheduled(work, full_run, num_rollout=4, save=full_run / "c", save_interval=2),
+        full_run / "log",
     ).ok()
-    rows = rows_of(whole)
+    rows = rows_of(full_run)
     assert rows[1]["rollout/groups_waiting"] > 0, "nothing was carried over the checkpoint"
     assert sum(row["rollout/groups_resumed"] for row in rows) > 0
     assert max(row["rollout/staleness_max"] for row in rows) >= 1
@@ -49,7 +50,7 @@ def test_partial_rollouts_resume_exactly(
         scheduled(work, parts, num_rollout=4, load=parts / "c", save=parts / "c"), parts / "log2"
     ).ok()
     assert same_numbers(rows_of(parts)) == same_numbers(rows)
-    expected, found = weights_of(whole / "hf"), weights_of(parts / "hf")
+    expected, found = weights_of(full_run / "hf"), weights_of(parts / "hf")
     assert [name for name in expected if not expected[name].equal(found[name])] == []
 
 

@@ -89,8 +89,8 @@ def test_the_average_of_the_weights_is_resumed(
     flags = dict(
         bf16="", opd_ema_rate=0.3, num_rollout=5, async_rollout="", max_staleness=1, save_interval=1
     )
-    whole = tmp_path / "whole"
-    line = sdpo(work, whole, **flags, save=tmp_path / "whole_c", save_hf=tmp_path / "whole_hf")
+    full_run = tmp_path / "whole"
+    line = sdpo(work, full_run, **flags, save=tmp_path / "whole_c", save_hf=tmp_path / "whole_hf")
     server.train(line, tmp_path / "log1").ok()
     root, parts = tmp_path / "checkpoints", tmp_path / "parts"
     again = sdpo(work, parts, **flags, save=root, load=root, save_hf=tmp_path / "hf")
@@ -99,8 +99,8 @@ def test_the_average_of_the_weights_is_resumed(
     )
     assert killed.status in (-signal.SIGKILL, 1)
     server.train(again, tmp_path / "log3").ok()
-    assert same_numbers(rows_of(parts)) == same_numbers(rows_of(whole))
-    gaps = [[row["rollout/opd_reverse_kl"] for row in rows_of(out)] for out in (parts, whole)]
+    assert same_numbers(rows_of(parts)) == same_numbers(rows_of(full_run))
+    gaps = [[row["rollout/opd_reverse_kl"] for row in rows_of(out)] for out in (parts, full_run)]
     assert gaps[0] == gaps[1]
     expected, found = weights_of(tmp_path / "whole_hf"), weights_of(tmp_path / "hf")
     assert all(bool((expected[name] == found[name]).all()) for name in expected)

@@ -390,12 +390,12 @@ def test_a_critic_learns_its_returns(
     again = client.create_training_client_from_state_with_optimizer(
         judge.save_state("values").result().path
     ).result()
-    for mine, its in zip(
+    for actual, its in zip(
         judge.forward(asked, "ppo_critic").result().loss_fn_outputs,
         again.forward(asked, "ppo_critic").result().loss_fn_outputs,
     ):
         assert (
-            mine["values"].to_numpy().tolist()
+            actual["values"].to_numpy().tolist()
             == its["values"].to_numpy().tolist()
-            != [0.0] * len(mine["values"].to_numpy())
+            != [0.0] * len(actual["values"].to_numpy())
         )

@@ -79,9 +79,9 @@ def test_processes_and_folder(work: Any, tmp_path: Path) -> None:
         api.wait(timeout=300)  # a child of the stopped process until now
         server.start()
         raw.http = server.http()
-        told = wait_for(raw, f"{model}/3")
-        assert told["category"] == "server" and path in told["error"], told
-        assert "KeyError" not in told["error"]
+        failure = wait_for(raw, f"{model}/3")
+        assert failure["category"] == "server" and path in failure["error"], failure
+        assert "KeyError" not in failure["error"]
 
         before = server.api_pid
         os.kill(server.process.pid, signal.SIGKILL)
@@ -118,8 +118,8 @@ def test_memory_and_numbers(work: Any, tmp_path: Path) -> None:
         model, plain = raw.create(0), raw.create(1)
         for one in (model, plain):
             raw.send_pass(raw.pass_body(one, 1, batch(3)))
-        told = exhausted(server, raw, model, 2, forward_only=True)
-        assert told["category"] == "server" and "out of memory" in told["error"], told
+        failure = exhausted(server, raw, model, 2, forward_only=True)
+        assert failure["category"] == "server" and "out of memory" in failure["error"], failure
         for one, seq in ((model, 3), (plain, 2)):
             assert "metrics" in wait_for(raw, raw.step(one, seq))
         losses = [
@@ -128,8 +128,8 @@ def test_memory_and_numbers(work: Any, tmp_path: Path) -> None:
         ]
         assert losses[0] == losses[1], "a forward pass that failed has changed the gradients"
 
-        told = exhausted(server, raw, model, 5, forward_only=False)
-        assert "out of memory" in told["error"], told
+        failure = exhausted(server, raw, model, 5, forward_only=False)
+        assert "out of memory" in failure["error"], failure
         assert "send the batches again" in raw.refused(raw.step(model, 6))
         for one, first in ((model, 7), (plain, 4)):
             raw.send_pass(raw.pass_body(one, first, batch(2)))

@@ -29,9 +29,9 @@ def datum(sample: Sample, advantage: float, samples_of_step: int) -> types.Datum
     count = sample.response_length
 
     def spread(values: Any) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
-        whole = np.zeros(len(sample.tokens) - 1, dtype=np.float32)
-        whole[-count:] = values
-        return whole
+        full_run = np.zeros(len(sample.tokens) - 1, dtype=np.float32)
+        full_run[-count:] = values
+        return full_run
 
     arrays = {
         "target_tokens": np.array(sample.tokens[1:], dtype=np.int64),

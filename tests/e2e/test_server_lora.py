@@ -91,12 +91,12 @@ def test_adapters_on_one_base(server: ApiServer, work: Workspace) -> None:
     first, other = (
         adapter(server, client, seed, train_mlp=False, train_unembed=False) for seed in (SEED, 8)
     )
-    whole = policy(client, server)
+    full_run = policy(client, server)
     info = first.get_info()
     assert info.is_lora is True and info.lora_rank == RANK
     data = batch(2, 50)
     before = scores(other, data)
-    for a, b in zip(before, scores(whole, data), strict=True):
+    for a, b in zip(before, scores(full_run, data), strict=True):
         torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-6)
     model, leaves = reference(work, SEED)
     adam = torch.optim.AdamW(leaves, lr=1e-2, betas=(0.9, 0.95), eps=1e-12, weight_decay=0.1)

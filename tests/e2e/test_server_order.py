@@ -137,11 +137,11 @@ def test_chunks_of_the_sdk_make_one_batch(api: ApiServer) -> None:
     for length in (1024, 2):
         client = api.client()
         training = policy(client, api)
-        told = {
+        reported = {
             "fwdbwd_max_chunk_len": length,
             "proto_compress_fwdbwd": length == 2,
         }  # the second time also packed with zstd
-        training.holder._client_config = training.holder._client_config.model_copy(update=told)
+        training.holder._client_config = training.holder._client_config.model_copy(update=reported)
         result = training.forward_backward(batch(7, 3), "cross_entropy")
         norms.append(training.optim_step(types.AdamParams()).result().metrics["grad_norm"])
         losses.append(result.result().metrics["loss:sum"])
@@ -210,9 +210,9 @@ def test_what_a_batch_may_not_be(raw: Raw) -> None:
     """The message names model and, where there is one, datum; the server goes on."""
     model = raw.create(5)
     good = datum(4, 0)
-    for seq, (loss, config, bad, said) in enumerate(BAD_DATUMS, start=1):
+    for seq, (loss, config, bad, wording) in enumerate(BAD_DATUMS, start=1):
         message = raw.refused(raw.send_pass(raw.pass_body(model, seq, [bad], loss, **config)))
-        assert said in message and model in message, message
+        assert wording in message and model in message, message
     seq = len(BAD_DATUMS) + 1
     common = {"logprobs": [0] * 4, "advantages": [1] * 4, "mask": [1] * 4}
     mixed = [datum(4, 0, **common, rollout_logprobs=[0] * 4), datum(4, 0, **common)]
@@ -402,11 +402,11 @@ def test_what_is_not_sampled_is_refused(api: ApiServer) -> None:
         sampler.sample(
             prompt, 1, types.SamplingParams(max_tokens=2), prompt_alt_tokens_k=1
         ).result()
-    for bad, said in (
+    for bad, wording in (
         (types.ModelInput.from_ints([1, 99999]), "outside the vocabulary"),
         (types.ModelInput.from_ints([1] * 600), "exceed"),
     ):
-        with pytest.raises(tinker.RequestFailedError, match=said):
+        with pytest.raises(tinker.RequestFailedError, match=wording):
             sampler.sample(bad, 1, types.SamplingParams(max_tokens=2)).result()
     with pytest.raises(tinker.RequestFailedError, match="inflight"):
         policy(client, api).save_weights_and_get_sampling_client(kind="inflight").result()

@@ -69,9 +69,9 @@ def test_rewards_rise(server: ApiServer, name: str, flags: tuple[object, ...]) -
 
 
 def test_supervised_fine_tuning(server: ApiServer) -> None:
-    said = run(server, "sft", "--model", server.model)
-    (reward,) = REWARD.findall(said)
-    assert float(reward) > 0.8 and "saved tinker://" in said
+    message = run(server, "sft", "--model", server.model)
+    (reward,) = REWARD.findall(message)
+    assert float(reward) > 0.8 and "saved tinker://" in message
 
 
 def test_the_demo(server: ApiServer, demo: Path) -> None:
@@ -80,7 +80,8 @@ def test_the_demo(server: ApiServer, demo: Path) -> None:
     (demo / "rl" / "metrics.jsonl").write_text(
         '{"step": 0, "eval/heldout/mean": 0.25}\n{"step": 2, "eval/heldout/mean": 0.5}\n'
     )
-    said = run(server, "demo", "--demo", demo, "--stop-after", 2, "--batch", 4)
+    message = run(server, "demo", "--demo", demo, "--stop-after", 2, "--batch", 4)
     assert re.search(
-        r"reward \d\.\d{3}, train.py 0.500 after 2 rollouts; both began at \d\.\d{3}, 0.250", said
-    ), said
+        r"reward \d\.\d{3}, train.py 0.500 after 2 rollouts; both began at \d\.\d{3}, 0.250",
+        message,
+    ), message

@@ -24,7 +24,9 @@ RECORDED = ("json", "safetensors", "tokens.json", "train0.safetensors")
 
 
 @pytest.fixture(scope="module")
-def whole(server: TrainServer, work: Workspace, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def full_run(
+    server: TrainServer, work: Workspace, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """Three rollouts of one process with everything on."""
     out = tmp_path_factory.mktemp("train")
     held_out = f"held_out {work.prompts}@[0:6]"
@@ -37,22 +39,22 @@ def whole(server: TrainServer, work: Workspace, tmp_path_factory: pytest.TempPat
     return out
 
 
-def test_what_a_run_leaves_behind(whole: Path, work: Workspace) -> None:
-    assert {path.name for path in whole.iterdir()} == {
+def test_what_a_run_leaves_behind(full_run: Path, work: Workspace) -> None:
+    assert {path.name for path in full_run.iterdir()} == {
         *("metrics.jsonl", "run.json", "report.png", "tensorboard", "hf-3", "ck", "log"),
         *(f"rollout_{i}.{suffix}" for i in (1, 2, 3) for suffix in RECORDED),
     }
-    assert (whole / "report.png").read_bytes().startswith(b"\x89PNG")
-    assert len(list((whole / "tensorboard").glob("events.out.tfevents.*"))) == 1
-    before, after = weights_of(work.model), weights_of(whole / "hf-3")
+    assert (full_run / "report.png").read_bytes().startswith(b"\x89PNG")
+    assert len(list((full_run / "tensorboard").glob("events.out.tfevents.*"))) == 1
+    before, after = weights_of(work.model), weights_of(full_run / "hf-3")
     assert before.keys() == after.keys()
     assert all(not torch.equal(before[name], after[name]) for name in before)
-    output = (whole / "log" / "out-0.txt").read_text()
+    output = (full_run / "log" / "out-0.txt").read_text()
     assert "rollout 3/3" in output and "before training: eval/held_out/mean" in output
 
 
-def test_metrics_of_every_rollout(whole: Path) -> None:
-    rows = rows_of(whole)
+def test_metrics_of_every_rollout(full_run: Path) -> None:
+    rows = rows_of(full_run)
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
     assert all(math.isfinite(value) for row in rows for value in row.values())
     wanted = {
@@ -88,8 +90,8 @@ def test_metrics_of_every_rollout(whole: Path) -> None:
     assert [row["rollout/weight_version_min"] for row in rows[1:]] == [1, 2, 3]
 
 
-def test_evaluation_before_every_second_and_after_the_last(whole: Path) -> None:
-    rows = rows_of(whole)
+def test_evaluation_before_every_second_and_after_the_last(full_run: Path) -> None:
+    rows = rows_of(full_run)
     assert [row["step"] for row in rows if "eval/held_out/mean" in row] == [0, 2, 3]
     for row in (rows[0], rows[2], rows[3]):
         scores = [row[f"eval/held_out/pass@{k}"] for k in (1, 2, 4)]
@@ -98,7 +100,7 @@ def test_evaluation_before_every_second_and_after_the_last(whole: Path) -> None:
 
 
 def test_evaluation_changes_nothing_else(
-    server: TrainServer, work: Workspace, whole: Path, tmp_path: Path
+    server: TrainServer, work: Workspace, full_run: Path, tmp_path: Path
 ) -> None:
     argv = work.flags(
         tmp_path,
@@ -109,9 +111,9 @@ def test_evaluation_changes_nothing_else(
         save_hf=tmp_path / "hf",
     )
     server.train(argv, tmp_path / "log").ok()
-    assert same_numbers(rows_of(tmp_path)) == same_numbers(rows_of(whole)[1:])
-    mine, theirs = weights_of(tmp_path / "hf"), weights_of(whole / "hf-3")
-    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+    assert same_numbers(rows_of(tmp_path)) == same_numbers(rows_of(full_run)[1:])
+    actual, theirs = weights_of(tmp_path / "hf"), weights_of(full_run / "hf-3")
+    assert all(torch.equal(actual[name], theirs[name]) for name in actual)
 
 
 LAYOUTS = {
@@ -137,7 +139,7 @@ LAYOUTS = {
     ],
 )
 def test_two_ranks_sample_what_one_does(
-    server: TrainServer, work: Workspace, whole: Path, tmp_path: Path, layout: str
+    server: TrainServer, work: Workspace, full_run: Path, tmp_path: Path, layout: str
 ) -> None:
     flags = dict(
         num_rollout=3,
@@ -150,10 +152,10 @@ def test_two_ranks_sample_what_one_does(
         [*work.flags(tmp_path, **flags), *LAYOUTS[layout].split()], tmp_path / "log", ranks=2
     ).ok()
     for rollout in range(3):
-        assert sampled(tmp_path / TEMPLATE, rollout) == sampled(whole / TEMPLATE, rollout)
-    for mine, one in zip(rows_of(tmp_path), rows_of(whole)[1:], strict=True):
+        assert sampled(tmp_path / TEMPLATE, rollout) == sampled(full_run / TEMPLATE, rollout)
+    for actual, one in zip(rows_of(tmp_path), rows_of(full_run)[1:], strict=True):
         for name in ("train/loss", "train/grad_norm", "train/kl", "train/entropy"):
-            assert mine[name] == pytest.approx(one[name], rel=1e-4, abs=1e-6), name
+            assert actual[name] == pytest.approx(one[name], rel=1e-4, abs=1e-6), name
 
 
 @pytest.mark.slow
@@ -175,23 +177,23 @@ def test_an_interleaved_pipeline_takes_several_steps(
     server.train(
         work.flags(tmp_path / "b", hf_checkpoint=model, micro_batch_size=2), tmp_path / "log1"
     ).ok()
-    for mine, one in zip(rows_of(tmp_path / "a"), rows_of(tmp_path / "b"), strict=True):
-        assert mine["train/loss"] == pytest.approx(one["train/loss"], rel=1e-4)
+    for actual, one in zip(rows_of(tmp_path / "a"), rows_of(tmp_path / "b"), strict=True):
+        assert actual["train/loss"] == pytest.approx(one["train/loss"], rel=1e-4)
 
 
 def test_recorded_rollouts_train_alike(
-    server: TrainServer, work: Workspace, whole: Path, tmp_path: Path
+    server: TrainServer, work: Workspace, full_run: Path, tmp_path: Path
 ) -> None:
     argv = work.flags(
         tmp_path, num_rollout=3, use_kl_loss="", kl_loss_coef=0.05, ref_load=work.model, save_hf=tmp_path / "hf", debug_train_only="",
-        load_debug_rollout_data=whole / TEMPLATE, prompt_data=None, custom_rm_path=None, rm_num_workers=None, save=tmp_path / "ck",
+        load_debug_rollout_data=full_run / TEMPLATE, prompt_data=None, custom_rm_path=None, rm_num_workers=None, save=tmp_path / "ck",
     )  # fmt: skip
     server.train(argv, tmp_path / "log").ok()
-    assert same_numbers(rows_of(tmp_path)) == same_numbers(rows_of(whole)[1:])
-    mine, theirs = weights_of(tmp_path / "hf"), weights_of(whole / "hf-3")
-    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+    assert same_numbers(rows_of(tmp_path)) == same_numbers(rows_of(full_run)[1:])
+    actual, theirs = weights_of(tmp_path / "hf"), weights_of(full_run / "hf-3")
+    assert all(torch.equal(actual[name], theirs[name]) for name in actual)
     argv = work.flags(
-        tmp_path / "more", num_rollout=4, debug_train_only="", load_debug_rollout_data=whole / TEMPLATE, prompt_data=None,
+        tmp_path / "more", num_rollout=4, debug_train_only="", load_debug_rollout_data=full_run / TEMPLATE, prompt_data=None,
         custom_rm_path=None, rm_num_workers=None, load=tmp_path / "ck",
     )  # fmt: skip
     error = server.train(
@@ -200,7 +202,7 @@ def test_recorded_rollouts_train_alike(
     assert "rollout_4.json: no such file; --load-debug-rollout-data needs it for rollout 4" in error
 
 
-def test_rollout_only(server: TrainServer, work: Workspace, whole: Path, tmp_path: Path) -> None:
+def test_rollout_only(server: TrainServer, work: Workspace, full_run: Path, tmp_path: Path) -> None:
     argv = work.flags(
         tmp_path,
         num_rollout=2,
@@ -210,9 +212,9 @@ def test_rollout_only(server: TrainServer, work: Workspace, whole: Path, tmp_pat
         no_plot=None,
     )
     server.train(argv, tmp_path / "log").ok()
-    assert sampled(tmp_path / TEMPLATE, 0) == sampled(whole / TEMPLATE, 0)
+    assert sampled(tmp_path / TEMPLATE, 0) == sampled(full_run / TEMPLATE, 0)
     assert sampled(tmp_path / TEMPLATE, 1) != sampled(
-        whole / TEMPLATE, 1
+        full_run / TEMPLATE, 1
     )  # nothing was learnt in between
     assert [row["step"] for row in rows_of(tmp_path)] == [1, 2]
     assert (tmp_path / "report.png").exists()

@@ -81,9 +81,9 @@ def test_a_reference_that_follows_the_policy(
     """After two rollouts the KL starts from 0 again; a killed run ends as one that was not."""
     flags = {**KL, "ref_load": work.model, "num_rollout": 5, "ref_update_interval": 2}
     flags |= {"num_steps_per_rollout": 1, "save_hf": tmp_path / "whole_hf"}
-    whole = tmp_path / "whole"
-    server.train(work.flags(whole, **flags), tmp_path / "log1").ok()
-    divergences = [row["train/kl_loss"] for row in rows_of(whole)]
+    full_run = tmp_path / "whole"
+    server.train(work.flags(full_run, **flags), tmp_path / "log1").ok()
+    divergences = [row["train/kl_loss"] for row in rows_of(full_run)]
     assert [kl < 1e-9 for kl in divergences] == [True, False, True, False, True]
 
     root, parts = tmp_path / "checkpoints", tmp_path / "parts"
@@ -96,6 +96,6 @@ def test_a_reference_that_follows_the_policy(
     )
     assert killed.status in (-signal.SIGKILL, 1)
     server.train(again, tmp_path / "log3").ok()
-    assert same_numbers(rows_of(parts)) == same_numbers(rows_of(whole))
+    assert same_numbers(rows_of(parts)) == same_numbers(rows_of(full_run))
     expected, found = weights_of(tmp_path / "whole_hf"), weights_of(tmp_path / "hf")
     assert [name for name in expected if not torch.equal(expected[name], found[name])] == []

@@ -109,8 +109,8 @@ def failing(
 def test_a_function_that_exits_fails_the_run(
     server: TrainServer, work: Workspace, tmp_path: Path, flag: str
 ) -> None:
-    said = failing(server, work, tmp_path, flag, *RUN_FAILS[flag])
-    assert "sys.exit(0) was called" in said
+    message = failing(server, work, tmp_path, flag, *RUN_FAILS[flag])
+    assert "sys.exit(0) was called" in message
 
 
 @pytest.mark.extended
@@ -118,5 +118,5 @@ def test_a_function_that_exits_fails_the_run(
 def test_a_function_that_exits_fails_its_samples(
     server: TrainServer, work: Workspace, tmp_path: Path, flag: str
 ) -> None:
-    said = failing(server, work, tmp_path, flag, *SAMPLES_FAIL[flag])
-    assert "sys.exit(0) was called" in said or "SystemExit: 0" in said
+    message = failing(server, work, tmp_path, flag, *SAMPLES_FAIL[flag])
+    assert "sys.exit(0) was called" in message or "SystemExit: 0" in message

@@ -140,11 +140,11 @@ def test_a_slow_rank_is_named_and_waited_for(
     done = server.train(
         argv, tmp_path / "log", ranks=2, hook=f"{FAULTS}:sleep_in_phase train 10 1", timeout_s=250
     ).ok()
-    told = re.findall(
+    reported = re.findall(
         rf"slow, not gone: the others wait for rank 1 \({HERE}\d+\), last heard of in phase train for .*",
         done.err,
     )
-    assert len(told) == 1, done.err
+    assert len(reported) == 1, done.err
     assert "rollout 2/2" in done.out
 
 

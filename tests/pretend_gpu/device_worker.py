@@ -92,15 +92,15 @@ def waits(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str, li
 
 def collectives(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str, Any]:
     """Of device tensors over NCCL, of host tensors over gloo, in one default group."""
-    mine = torch.full((2,), float(rank + 1), device="cuda")
-    total = mine.clone()
+    local = torch.full((2,), float(rank + 1), device="cuda")
+    total = local.clone()
     dist.all_reduce(total)
     gathered = torch.empty(4, device="cuda")
-    dist.all_gather_into_tensor(gathered, mine)
+    dist.all_gather_into_tensor(gathered, local)
     parts = [torch.empty(n, device="cuda") for n in (1, 3)]  # uneven, as NCCL allows
     dist.all_gather(parts, torch.full((1 + 2 * rank,), float(rank), device="cuda"))
     share = torch.empty(1, device="cuda")
-    dist.reduce_scatter_tensor(share, mine * torch.tensor([1.0, 10.0], device="cuda"))
+    dist.reduce_scatter_tensor(share, local * torch.tensor([1.0, 10.0], device="cuda"))
     host = torch.tensor(float(rank + 1))
     dist.all_reduce(host)
     return {
@@ -109,5 +109,5 @@ def collectives(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[s
         "parts": [part.tolist() for part in parts],
         "share": share.tolist(),
         "host": float(host),
-        "device": str(mine.device),
+        "device": str(local.device),
     }

@@ -85,18 +85,20 @@ def test_a_run_on_the_cpu_is_the_same_in_float32(
 def test_a_resumed_run_gives_the_same_bits(
     ranks: int, server: TrainServer, work: Workspace, tmp_path: Path
 ) -> None:
-    whole, parts, saved = (tmp_path / name for name in ("whole", "parts", "saved"))
+    full_run, parts, saved = (tmp_path / name for name in ("whole", "parts", "saved"))
     flags: dict[str, Any] = MIXED | of_reference(work) | dict(lr_decay_iters=6)
     server.train(
-        work.flags(whole, save_hf=whole / "hf", num_rollout=3, **flags), whole / "log", ranks=ranks
+        work.flags(full_run, save_hf=full_run / "hf", num_rollout=3, **flags),
+        full_run / "log",
+        ranks=ranks,
     ).ok()
     for rollouts in (2, 3):
         words = work.flags(
             parts, num_rollout=rollouts, save=saved, load=saved, save_hf=parts / "hf", **flags
         )
         server.train(words, parts / f"log{rollouts}", ranks=ranks).ok()
-    assert same_numbers(rows_of(parts)) == same_numbers(rows_of(whole))
-    expected, found = weights_of(whole / "hf"), weights_of(parts / "hf")
+    assert same_numbers(rows_of(parts)) == same_numbers(rows_of(full_run))
+    expected, found = weights_of(full_run / "hf"), weights_of(parts / "hf")
     assert all(tensor.equal(found[name]) for name, tensor in expected.items())
 
 
@@ -105,8 +107,10 @@ def test_a_killed_run_resumes_to_the_same_bits(
 ) -> None:
     """SIGKILL of one of two ranks in the third rollout, after the second checkpoint."""
     flags: dict[str, Any] = MIXED | TENSOR | dict(num_rollout=3, lr_decay_iters=6)
-    whole, killed, saved = (tmp_path / name for name in ("whole", "killed", "saved"))
-    server.train(work.flags(whole, save_hf=whole / "hf", **flags), whole / "log", ranks=2).ok()
+    full_run, killed, saved = (tmp_path / name for name in ("whole", "killed", "saved"))
+    server.train(
+        work.flags(full_run, save_hf=full_run / "hf", **flags), full_run / "log", ranks=2
+    ).ok()
     words = work.flags(
         killed, save=saved, load=saved, save_interval=1, save_hf=killed / "hf", **flags
     )
@@ -115,8 +119,8 @@ def test_a_killed_run_resumes_to_the_same_bits(
     assert ended.status != 0
     done = server.train(words, killed / "again", ranks=2).ok()
     assert "rollout 3/3" in done.out and "rollout 2/3" not in done.out
-    assert same_numbers(rows_of(killed)) == same_numbers(rows_of(whole))
-    expected = weights_of(whole / "hf")
+    assert same_numbers(rows_of(killed)) == same_numbers(rows_of(full_run))
+    expected = weights_of(full_run / "hf")
     found = weights_of(killed / "hf")
     assert all(tensor.equal(found[name]) for name, tensor in expected.items())
 
@@ -151,8 +155,8 @@ def test_without_handles_of_memory_weights_go_as_bytes(
     words = work.flags(tmp_path / "out", **flags, **MIXED)
     done = server.train(words, tmp_path / "log", ranks=2).ok()
     check(tmp_path / "out", 2)
-    told = "--update-weight-transport cuda_ipc: another process cannot open memory of cuda:0"
-    assert (done.out + done.err).count(told) == 1, done.err[-2000:]
+    reported = "--update-weight-transport cuda_ipc: another process cannot open memory of cuda:0"
+    assert (done.out + done.err).count(reported) == 1, done.err[-2000:]
 
 
 def test_models_of_the_tinker_server_take_over_each_others_slots(

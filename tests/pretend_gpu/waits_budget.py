@@ -129,8 +129,8 @@ def table(rows: Rows, language: str) -> str:
         once = sum(sum(n % MICRO_BATCHES for n in counts) for counts in per_pass.values())
         each = [sum(n // MICRO_BATCHES for n in per_pass[p]) for p in (FORWARD, TRAINING)]
         copies = sum(row[5] for row in own if row[:2] == [TRAINING, "H2D async (pinned)"])
-        told = CELLS[name][3][chinese]
-        lines.append(f"| {told} | {each[0]} | {each[1]} | {copies // MICRO_BATCHES} | {once} |")
+        reported = CELLS[name][3][chinese]
+        lines.append(f"| {reported} | {each[0]} | {each[1]} | {copies // MICRO_BATCHES} | {once} |")
     title = "| 仍在等待的代码行 | 原因 |" if chinese else "| line that still waits | how |"
     lines += ["", title, "|---|---|"]
     seen = sorted({(_line(row), row[1]) for own in rows.values() for row in own if _blocks(row)})

@@ -175,10 +175,10 @@ class Cluster:
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
                 variables = process.environ()
-                mine = variables.get("SLURM_CONF") == self.environment[
+                actual = variables.get("SLURM_CONF") == self.environment[
                     "SLURM_CONF"
                 ] and variables.get("SLURM_JOB_ID") == str(job)
-                if mine and process.status() != psutil.STATUS_ZOMBIE:
+                if actual and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
         return found
 

@@ -69,7 +69,7 @@ def submit(
 
 
 @pytest.fixture(scope="module")
-def whole(cluster: Cluster, work: Workspace, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def full_run(cluster: Cluster, work: Workspace, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a job on one node that nothing interrupts."""
     out = tmp_path_factory.mktemp("whole") / "run"
     job, log = submit(cluster, work, out)
@@ -79,7 +79,7 @@ def whole(cluster: Cluster, work: Workspace, tmp_path_factory: pytest.TempPathFa
 
 
 def test_a_preempted_job_goes_on_to_the_same_weights(
-    cluster: Cluster, work: Workspace, whole: Path, tmp_path: Path
+    cluster: Cluster, work: Workspace, full_run: Path, tmp_path: Path
 ) -> None:
     """SIGTERM to the ranks, after which the job requeues itself; then SLURM requeues it; over two
     nodes, so that the ranks of both agree when to stop. The uninterrupted run had its processes on
@@ -103,12 +103,12 @@ def test_a_preempted_job_goes_on_to_the_same_weights(
     assert len(starts) == 4 and all("rollout  1/" not in start for start in starts[2:]), (
         "no start began at the first rollout again"
     )
-    theirs, mine = weights_of(whole / "hf"), weights_of(out / "hf")
-    assert theirs.keys() == mine.keys()
-    different = [name for name in theirs if not torch.equal(theirs[name], mine[name])]
+    theirs, actual = weights_of(full_run / "hf"), weights_of(out / "hf")
+    assert theirs.keys() == actual.keys()
+    different = [name for name in theirs if not torch.equal(theirs[name], actual[name])]
     assert not different
     start = weights_of(work.model)
-    assert any(not torch.equal(start[name], mine[name]) for name in start), (
+    assert any(not torch.equal(start[name], actual[name]) for name in start), (
         "the runs trained nothing"
     )
 

@@ -206,11 +206,11 @@ def test_the_defaults_in_the_guides_are_those_of_the_flags() -> None:
     ]
     assert len(rows) > 80
     table = flag_table()
-    told = {
+    reported = {
         (page.name, flag): (default, default_text(table.spellings[flag].flag) or "–")
         for page, flag, default in rows
     }
-    assert not {place: pair for place, pair in told.items() if pair[0] != pair[1]}
+    assert not {place: pair for place, pair in reported.items() if pair[0] != pair[1]}
 
 
 @pytest.mark.parametrize("folder", [ENGLISH, CHINESE], ids=name)

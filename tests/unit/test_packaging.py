@@ -54,12 +54,12 @@ def test_apex_is_never_a_dependency_and_transformer_engine_is_optional() -> None
 
 
 def test_what_errors_tell_to_install_exists() -> None:
-    told = {
+    reported = {
         extra
         for path in SOURCES
         for extra in re.findall(r"pip_install\(['\"](\w+)['\"]\)", path.read_text(encoding="utf-8"))
     }
-    assert len(told) > 3 and told <= set(EXTRAS)
+    assert len(reported) > 3 and reported <= set(EXTRAS)
     assert {
         extra for text in EXTRAS["dev"] for extra in re.findall(r"slime_like\[(\w+)\]", text)
     } <= set(EXTRAS)

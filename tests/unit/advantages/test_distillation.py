@@ -241,15 +241,15 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(
-    ("rule", "flags", "flag", "said"),
+    ("rule", "flags", "flag", "message"),
     REFUSED,
     ids=[f"{case[0] or 'read'}-{i}" for i, case in enumerate(REFUSED)],
 )
-def test_refused(tmp_path: Path, rule: str, flags: str, flag: str, said: str) -> None:
+def test_refused(tmp_path: Path, rule: str, flags: str, flag: str, message: str) -> None:
     found = problems_of(
         complete(tmp_path, *STEPS, *flags.replace("{folder}", str(tmp_path)).split())
     )
-    assert [p.flag for p in found] == [flag] and said in str(found[0])
+    assert [p.flag for p in found] == [flag] and message in str(found[0])
 
 
 def test_a_teacher_of_itself_needs_rows(tmp_path: Path) -> None:
@@ -283,7 +283,7 @@ def test_every_rule_is_broken_somewhere() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "flags", "said"),
+    ("changes", "flags", "message"),
     [
         (
             dict(num_attention_heads=3, num_key_value_heads=3, hidden_size=96),
@@ -296,7 +296,9 @@ def test_every_rule_is_broken_somewhere() -> None:
     ],
 )
 def test_a_teacher_that_does_not_fit_is_named(
-    tmp_path: Path, changes: dict[str, object], flags: str, said: str
+    tmp_path: Path, changes: dict[str, object], flags: str, message: str
 ) -> None:
     found = problems_of(distil(tmp_path, *flags.split(), **changes), 2 if flags else 1)
-    assert {p.flag for p in found} == {"--opd-teacher-load"} and any(said in str(p) for p in found)
+    assert {p.flag for p in found} == {"--opd-teacher-load"} and any(
+        message in str(p) for p in found
+    )

@@ -76,7 +76,7 @@ def test_parts_of_a_rollout_give_what_the_whole_gives(name: str) -> None:
     masks, _ = samples(2)
     settings, batch = AdvantageSettings(name, gamma=0.9), outcomes(masks, greedy=[0.5] * 7)
     critic = critic_values(masks)
-    whole = estimate_advantages(
+    full = estimate_advantages(
         settings, batch, local_indices=range(7), masks=masks, critic_values=critic
     ).values
     for part in ([0, 3, 6], [5], [2, 1, 4]):
@@ -85,4 +85,4 @@ def test_parts_of_a_rollout_give_what_the_whole_gives(name: str) -> None:
             settings, batch, local_indices=part, masks=[masks[i] for i in part], critic_values=some
         ).values
         for i, value in zip(part, values):
-            torch.testing.assert_close(value, whole[i])
+            torch.testing.assert_close(value, full[i])

@@ -100,15 +100,15 @@ def test_an_answer_gets_what_its_paper_says(name: str, loop: object, cut: str) -
     assert callable(loop)
     found, local, places, masks, of_tokens = outcomes(cut)
     settings = AdvantageSettings(name, gamma=0.5)
-    whole = estimate_advantages(settings, found, local_indices=local, sequences=places, masks=masks)
-    for i, tokens, values in zip(local, of_tokens, whole.values, strict=True):
+    full = estimate_advantages(settings, found, local_indices=local, sequences=places, masks=masks)
+    for i, tokens, values in zip(local, of_tokens, full.values, strict=True):
         expected = [0.0 if a < 0 or i == 3 else loop(i, a, 0.5) for a in tokens]
         assert values.tolist() == pytest.approx(expected, abs=1e-6), (i, tokens)
     for rank in (slice(0, 2), slice(2, None)):  # none needs what another has
         own = estimate_advantages(
             settings, found, local_indices=local[rank], sequences=places[rank], masks=masks[rank]
         )
-        for a, b in zip(own.values, whole.values[rank], strict=True):
+        for a, b in zip(own.values, full.values[rank], strict=True):
             assert torch.equal(a, b)
 
 

@@ -67,11 +67,14 @@ async def replays(task: Task, client: Client) -> None:
 
 async def lies(task: Task, client: Client) -> None:
     answer = await post(client, "/v1/chat/completions", messages=[user("a")])
-    told = answer["choices"][0]["message"]
-    for said in (told | {"content": "never said"}, told | {"content": told["content"] * 2}):
+    reported = answer["choices"][0]["message"]
+    for message in (
+        reported | {"content": "never said"},
+        reported | {"content": reported["content"] * 2},
+    ):
         claimed = [
             user("a"),
-            said,
+            message,
             user("b"),
             {"role": "assistant", "content": "nor this"},
             user("c"),

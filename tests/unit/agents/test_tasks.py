@@ -47,9 +47,9 @@ def played(
                 headers = {"authorization": f"Bearer {KEY}"}
                 answer = await client.post("/tasks/claim", headers=headers, json={"wait_s": 10})
                 assert answer.status_code == 200, answer.text
-                told = answer.json()
-                client.headers["authorization"] = f"Bearer {told['api_key']}"
-                await worker(client, told)
+                claimed = answer.json()
+                client.headers["authorization"] = f"Bearer {claimed['api_key']}"
+                await worker(client, claimed)
                 del client.headers["authorization"]
 
     async def both() -> Sample:
@@ -65,9 +65,9 @@ async def ask(client: httpx.AsyncClient, text: str = "hello") -> None:
     await post(client, "/v1/chat/completions", messages=[user(text)])
 
 
-async def good(client: httpx.AsyncClient, told: dict[str, Any]) -> None:
-    assert (told["prompt"], told["label"], told["metadata"]) == ("question", "l", {"x": 1})
-    assert told["base_url"] == f"{client.base_url}/v1".replace("//v1", "/v1")
+async def good(client: httpx.AsyncClient, claimed: dict[str, Any]) -> None:
+    assert (claimed["prompt"], claimed["label"], claimed["metadata"]) == ("question", "l", {"x": 1})
+    assert claimed["base_url"] == f"{client.base_url}/v1".replace("//v1", "/v1")
     await ask(client)
     for _ in range(3):  # together longer than a worker may be silent
         await asyncio.sleep(1.4)
@@ -85,17 +85,17 @@ def test_a_task_is_claimed_played_and_finished() -> None:
 def test_a_lost_worker_gives_its_task_back_and_counts_for_nothing() -> None:
     keys = []
 
-    async def silent(client: httpx.AsyncClient, told: dict[str, Any]) -> None:
-        keys.append(told["api_key"])
+    async def silent(client: httpx.AsyncClient, claimed: dict[str, Any]) -> None:
+        keys.append(claimed["api_key"])
         await ask(client)
         await ask(client, "more")
 
-    async def second(client: httpx.AsyncClient, told: dict[str, Any]) -> None:
+    async def second(client: httpx.AsyncClient, claimed: dict[str, Any]) -> None:
         old = {"authorization": f"Bearer {keys[0]}"}
         for path in ("/v1/chat/completions", "/tasks/heartbeat", "/tasks/finish"):
             answer = await client.post(path, headers=old, json={"messages": [user("x")]})
             assert answer.status_code == 401, "the first worker's key is no longer good"
-        await good(client, told)
+        await good(client, claimed)
 
     sample = played(silent, second)
     assert (
@@ -105,14 +105,14 @@ def test_a_lost_worker_gives_its_task_back_and_counts_for_nothing() -> None:
 
 
 def test_a_task_that_no_worker_ends_is_lost() -> None:
-    async def silent(client: httpx.AsyncClient, told: dict[str, Any]) -> None:
+    async def silent(client: httpx.AsyncClient, claimed: dict[str, Any]) -> None:
         pass
 
     sample = played(silent, silent, attempts=2, beat_s=0.2)
     assert sample.status == SampleStatus.ABORTED
     assert "no heartbeat for 0.2 s" in sample.metadata["failure"]
 
-    async def broken(client: httpx.AsyncClient, told: dict[str, Any]) -> None:
+    async def broken(client: httpx.AsyncClient, claimed: dict[str, Any]) -> None:
         await post(client, "/tasks/finish", error="out of luck")
 
     assert "the worker reported: out of luck" in played(broken).metadata["failure"]

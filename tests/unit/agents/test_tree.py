@@ -185,7 +185,7 @@ class Talk:
         """Each token went where the first answer of its path that computed it says; the last one
         nowhere."""
         path = self.session.tree.turns[branch.spans[-1][2]].path
-        told = [
+        reported = [
             next(o for p, o in self.writer.written if (p, o.log_probs) == (t.prompt, t.log_probs))
             for t in path
         ]
@@ -194,7 +194,7 @@ class Talk:
         )
         for place, found in enumerate(branch.routed_experts[:-1]):
             first = next(
-                o.routed_experts for t, o in zip(path, told) if place < len(t.all_tokens) - 1
+                o.routed_experts for t, o in zip(path, reported) if place < len(t.all_tokens) - 1
             )
             assert first is not None and torch.equal(found, first[place])
         assert bool((branch.routed_experts[-1] == -1).all())
@@ -226,12 +226,12 @@ def plain(talk: Talk) -> None:
         assert choice.message["content"] == text
     assert talk.session.tree.counts == {"roots": 1, "foreign_messages": 0, "rewritten_turns": 0, "forks": 0}  # fmt: skip
     texts = [talk.tokenizer.decode(prompt) for prompt, _ in talk.writer.written]
-    whole = talk.tokenizer.apply_chat_template(
+    full = talk.tokenizer.apply_chat_template(
         talk.history[:-1], tokenize=False, add_generation_prompt=True
     )
     if not talk.family.thinks and talk.family.format not in ("harmony", "glm"):
         # some templates write a space before an answer, which this model does not
-        assert texts[-1].replace(" ", "") == whole.replace(" ", ""), (
+        assert texts[-1].replace(" ", "") == full.replace(" ", ""), (
             "as the template, in other tokens"
         )
     talk.check(1)
@@ -415,9 +415,9 @@ def test_a_message_that_the_template_does_not_write_is_refused(
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
     )
     monkeypatch.setattr(talk.tokenizer, "chat_template", template)
-    told = {"role": "system", "content": "Be brief."}
+    reported = {"role": "system", "content": "Be brief."}
     with pytest.raises(BadRequest, match=r"message 0 \(system\): the chat template does not write"):
-        talk.ask("never said", told, user("a"))
+        talk.ask("never said", reported, user("a"))
     talk.history.clear()
     talk.writer.texts.clear()
     choice = talk.ask(talk.calls(PARIS), user("a"), tools=TOOLS)

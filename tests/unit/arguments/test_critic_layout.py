@@ -138,10 +138,10 @@ REFUSED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("flags", "flag", "said"), REFUSED, ids=[case[0] for case in REFUSED])
-def test_the_policys_rules_hold(tmp_path: Path, flags: str, flag: str, said: str) -> None:
+@pytest.mark.parametrize(("flags", "flag", "message"), REFUSED, ids=[case[0] for case in REFUSED])
+def test_the_policys_rules_hold(tmp_path: Path, flags: str, flag: str, message: str) -> None:
     (found,) = problems_of(complete(tmp_path, *(PPO + flags).split()), 4)
-    assert found.flag == flag and said in str(found), str(found)
+    assert found.flag == flag and message in str(found), str(found)
 
 
 def test_what_is_wrong_with_both_is_told_once(tmp_path: Path) -> None:

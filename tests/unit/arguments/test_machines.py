@@ -114,8 +114,8 @@ def test_transformer_engine_without_its_extension_is_told(
     assert patch.has_engine_without_extension() and not patch.has_transformer_engine()
     machine = Machine.here()
     assert machine.engine_without_extension and not machine.transformer_engine
-    told = problems_on(machine, "", tmp_path, monkeypatch)
-    assert "without its extension for torch" in told["--transformer-impl"]
+    reported = problems_on(machine, "", tmp_path, monkeypatch)
+    assert "without its extension for torch" in reported["--transformer-impl"]
     assert doctor.transformer_engine()[0].startswith("LACKS  Transformer Engine's extension")
     (package / "wheel_lib").mkdir()
     for place in (package.parent, package, package / "wheel_lib"):

@@ -29,7 +29,7 @@ def of_run_file(folder: Path, text: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["--deepspeed", "ds.json"], "megatron-core, without DeepSpeed and FSDP"),
         (["--zero_stage", "3"], "--use-distributed-optimizer shards the optimizer's state"),
@@ -48,8 +48,8 @@ def of_run_file(folder: Path, text: str) -> str:
         (["--advantage-estimator", "sapo"], "is a value of --policy-loss-type; legal values:"),
     ],
 )  # fmt: skip
-def test_names_of_other_programs(tmp_path: Path, words: list[str], said: str) -> None:
-    assert said in problem_of(complete(tmp_path, *words))
+def test_names_of_other_programs(tmp_path: Path, words: list[str], message: str) -> None:
+    assert message in problem_of(complete(tmp_path, *words))
 
 
 def test_what_is_recommended_for_a_name_is_a_flag_and_the_name_is_none() -> None:
@@ -83,7 +83,7 @@ def test_a_path_is_no_name_of_the_hub(tmp_path: Path, path: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("lr: 1\n  kl_coef: 3\n",
          "line 2, column 10: mapping values are not allowed here, at 'kl_coef: 3'"),
@@ -97,9 +97,9 @@ def test_a_path_is_no_name_of_the_hub(tmp_path: Path, path: str) -> None:
         ("lr: " + "[" * 5000, "it is nested too deeply"),
     ],
 )  # fmt: skip
-def test_no_yaml(tmp_path: Path, text: str, said: str) -> None:
+def test_no_yaml(tmp_path: Path, text: str, message: str) -> None:
     found = of_run_file(tmp_path, text)
-    assert f"cannot be read: {said}" in found
+    assert f"cannot be read: {message}" in found
     assert "unicode string" not in found and found.count("line 1") <= 1
 
 
@@ -113,7 +113,7 @@ def test_no_yaml_in_other_files(tmp_path: Path, flag: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("rolout:\n  rollout_batch_size: 8\n  num_rollout: 3\n",
          "rolout: unknown section; did you mean rollout?"),
@@ -124,8 +124,8 @@ def test_no_yaml_in_other_files(tmp_path: Path, flag: str) -> None:
         ("sapo: {tau_poss: 0.1}\n", "--sapo.tau_poss: unknown flag; did you mean --sapo-tau-pos?"),
     ],
 )  # fmt: skip
-def test_sections_that_are_none(tmp_path: Path, text: str, said: str) -> None:
-    assert of_run_file(tmp_path, text) == said
+def test_sections_that_are_none(tmp_path: Path, text: str, message: str) -> None:
+    assert of_run_file(tmp_path, text) == message
 
 
 @pytest.mark.parametrize(
@@ -153,15 +153,15 @@ def test_groups_of_one_are_told_with_what_helps(tmp_path: Path) -> None:
 def test_torchruns_own_report_is_announced(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def said() -> str:
+    def message() -> str:
         with pytest.raises(SystemExit):
             parse_or_exit(["--bogus"], 2, 0)
         return capsys.readouterr().err
 
     monkeypatch.delenv(LAUNCHER_STATUS_FILE, raising=False)
-    assert "torchrun" not in said()
+    assert "torchrun" not in message()
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
-    assert said().rstrip().endswith("python -m slime_like.torchrun, with the same words, leaves "
+    assert message().rstrip().endswith("python -m slime_like.torchrun, with the same words, leaves "
                                     "it out.")  # fmt: skip
     monkeypatch.setenv(LAUNCHER_STATUS_FILE, "x")
-    assert "torchrun" not in said()
+    assert "torchrun" not in message()

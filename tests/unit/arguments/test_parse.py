@@ -178,7 +178,7 @@ def test_flags_that_agree_with_the_checkpoint(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
+    ("argv", "expected"),
     [
         (["--num-layers", "3"], "--num-layers (given: 3): conflicts with --hf-checkpoint's 4"),
         (["--norm-epsilon", "1e-5"],
@@ -197,10 +197,10 @@ def test_flags_that_agree_with_the_checkpoint(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_flags_that_disagree_with_the_checkpoint(
-    tmp_path: Path, argv: list[str], said: str
+    tmp_path: Path, argv: list[str], expected: str
 ) -> None:
     found = problems_of(complete(tmp_path, *argv))
-    assert len(found) == 1 and said in str(found[0])
+    assert len(found) == 1 and expected in str(found[0])
 
 
 def test_dropout_is_not_a_matter_of_the_checkpoint(tmp_path: Path) -> None:
@@ -498,8 +498,8 @@ def test_what_differs_from_slime_is_noted_for_slimes_command_lines_alone(tmp_pat
     slimes = (*own, "--actor-num-gpus-per-node", "1")
     (note,) = parse_args(complete(tmp_path, *slimes, without=("--rm-type",)), 1).notes
     assert "sample.response" in note and "--bf16" not in note
-    told = (*slimes, "--no-rollout-skip-special-tokens")
-    assert parse_args(complete(tmp_path, *told, without=("--rm-type",)), 1).notes == ()
+    reported = (*slimes, "--no-rollout-skip-special-tokens")
+    assert parse_args(complete(tmp_path, *reported, without=("--rm-type",)), 1).notes == ()
 
 
 def test_skyrls_names_of_gmpos_bounds(tmp_path: Path) -> None:

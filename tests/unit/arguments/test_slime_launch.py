@@ -50,8 +50,8 @@ def test_refused(name: str, tmp_path: Path) -> None:
         return
     with pytest.raises(ConfigError) as caught:
         parse(SCRIPTS[name], tmp_path)
-    said = " ".join(str(problem) for problem in caught.value.problems)
-    assert feature.message in said
+    expected = " ".join(str(problem) for problem in caught.value.problems)
+    assert feature.message in expected
 
 
 @pytest.mark.parametrize(
@@ -77,8 +77,8 @@ def test_a_difference_to_the_checkpoint_or_the_world_is_told(
     script = SCRIPTS["scripts/run-qwen3-4B.sh"]
     with pytest.raises(ConfigError) as caught:
         parse(script, tmp_path, *([flag, value] if value else [flag]), "--world-size", "8")
-    said = [str(problem) for problem in caught.value.problems]
-    assert any(flag.removeprefix("--") in words and value in words for words in said), said
+    expected = [str(problem) for problem in caught.value.problems]
+    assert any(flag.removeprefix("--") in words and value in words for words in expected), expected
 
 
 def test_multi_token_prediction_is_trained(tmp_path: Path) -> None:

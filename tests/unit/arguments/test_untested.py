@@ -25,8 +25,8 @@ def test_they_reach_megatron_core_and_are_told_once(tmp_path: Path) -> None:
     assert transformer.cuda_graph_warmup_steps == 5 and transformer.fp8_margin == 1
     assert transformer.tp_comm_overlap_ag is False and transformer.fp8_recipe == "tensorwise"
     assert transformer.cpu_offloading_double_buffering is True
-    (told,) = [warning for warning in config.warnings if FLAG in warning]
-    assert "no test covers cuda_graph_warmup_steps:5, fp8_margin:1, " in told
+    (reported,) = [warning for warning in config.warnings if FLAG in warning]
+    assert "no test covers cuda_graph_warmup_steps:5, fp8_margin:1, " in reported
     assert not any(FLAG in warning for warning in parse_args(complete(tmp_path), 1).warnings)
 
 
@@ -36,7 +36,7 @@ def test_without_the_flag_they_are_rejected(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("word", "told"),
+    ("word", "reported"),
     [
         ("fp8", "must be NAME:VALUE with a NAME of activation_func_fp8_input_store, "),
         ("hidden_size:3", "--hidden-size is tested: give it as a flag of its own"),
@@ -46,9 +46,9 @@ def test_without_the_flag_they_are_rejected(tmp_path: Path) -> None:
         ("fp8:e9", "must be one of e4m3, hybrid"),
     ],
 )
-def test_wrong_words(tmp_path: Path, word: str, told: str) -> None:
+def test_wrong_words(tmp_path: Path, word: str, reported: str) -> None:
     (problem,) = problems_of(complete(tmp_path, FLAG, word))
-    assert problem.flag == FLAG and told in problem.message
+    assert problem.flag == FLAG and reported in problem.message
 
 
 def test_a_second_value_is_refused() -> None:

@@ -91,7 +91,7 @@ def test_negative_and_scientific_numbers_are_values() -> None:
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
+    ("argv", "expected"),
     [
         (["--polcy-loss-type", "sapo"], "did you mean --policy-loss-type?"),
         (["--policy-los"], "did you mean --policy-loss-type?"),
@@ -120,10 +120,10 @@ def test_negative_and_scientific_numbers_are_values() -> None:
         (["--normalization", "BatchNorm"], "legal values: LayerNorm, RMSNorm"),
     ],
 )
-def test_problems_say_what_is_wanted(argv: list[str], said: str) -> None:
+def test_problems_say_what_is_wanted(argv: list[str], expected: str) -> None:
     given = read(*argv)
     assert len(given.problems) == 1, messages(given)
-    assert said in messages(given)
+    assert expected in messages(given)
 
 
 BOUNDED = [
@@ -286,7 +286,7 @@ offload: false
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "expected"),
     [
         ("polcy_loss_type: sapo", "did you mean --policy-loss-type?"),
         ("algoritm: {kl_coef: 0}", "algoritm: unknown section; did you mean algorithm?"),
@@ -300,9 +300,9 @@ offload: false
         ("config: other.yaml", "another run file"),
     ],
 )
-def test_problems_of_a_run_file(tmp_path: Path, text: str, said: str) -> None:
+def test_problems_of_a_run_file(tmp_path: Path, text: str, expected: str) -> None:
     given = read_yaml(tmp_path, text)
-    assert len(given.problems) == 1 and said in messages(given)
+    assert len(given.problems) == 1 and expected in messages(given)
 
 
 def test_every_title_of_the_list_of_flags_is_a_section(tmp_path: Path) -> None:
@@ -331,17 +331,17 @@ def test_a_section_and_a_flag_of_one_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "expected"),
     [
         ("lr: 1.0\nlr: 2.0\n", "line 2: the key 'lr' is given twice, first in line 1"),
         ("num-rollout: 1\nlr: 1.0\nnum_rollout: 2\n", "line 3: the key 'num_rollout'"),
         ("optimizer:\n  lr: 1.0\n  lr: 2.0\n", "line 3: the key 'lr'"),
     ],
 )
-def test_a_key_that_is_given_twice(tmp_path: Path, text: str, said: str) -> None:
+def test_a_key_that_is_given_twice(tmp_path: Path, text: str, expected: str) -> None:
     with pytest.raises(ConfigError) as caught:
         read_yaml(tmp_path, text)
-    assert said in str(caught.value)
+    assert expected in str(caught.value)
 
 
 def test_a_setting_that_two_sections_give(tmp_path: Path) -> None:
@@ -368,15 +368,15 @@ def test_a_switch_in_a_run_file_is_what_it_reads(tmp_path: Path, value: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("typed", "said"),
+    ("typed", "expected"),
     [
         ("--megatron-fsdp", "Megatron-FSDP"),
         ("--pytorch-profiler", "--use-pytorch-profiler"),
         ("--bogus", "see --help"),
     ],
 )
-def test_neighbours_of_names_that_are_not_here(typed: str, said: str) -> None:
-    assert said in messages(read(typed))
+def test_neighbours_of_names_that_are_not_here(typed: str, expected: str) -> None:
+    assert expected in messages(read(typed))
 
 
 MEGATRON_LM_SWITCHES = [
@@ -405,10 +405,10 @@ def test_switches_of_megatron_lm_are_read(typed: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"), [("a: [", "cannot be read"), ("- a", "must be a mapping")]
+    ("text", "expected"), [("a: [", "cannot be read"), ("- a", "must be a mapping")]
 )
-def test_damaged_run_files(tmp_path: Path, text: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_damaged_run_files(tmp_path: Path, text: str, expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
         read_yaml(tmp_path, text)
 
 

@@ -251,7 +251,7 @@ def test_a_broken_sequence_is_dropped_before_the_function_sees_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("result", "said"),
+    ("result", "message"),
     [
         (lambda loss, masks: (loss.mean(), masks, {}), "returned a loss of shape"),
         (lambda loss, masks: (loss, masks[:-1], {}), "masks of"),
@@ -259,8 +259,8 @@ def test_a_broken_sequence_is_dropped_before_the_function_sees_it() -> None:
         (lambda loss, masks: (loss * NAN, masks, {}), "negative or not finite"),
     ],
 )
-def test_what_a_function_may_not_return(result: Callable[..., Any], said: str) -> None:
-    with pytest.raises(ValueError, match=f"--custom-tis-function-path {PATH}: .*{said}"):
+def test_what_a_function_may_not_return(result: Callable[..., Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"--custom-tis-function-path {PATH}: .*{message}"):
         custom(lambda args, pg_loss, loss_masks, **kwargs: result(pg_loss, loss_masks))
 
 

@@ -47,19 +47,19 @@ def test_ranks_share_each_step(dp_size: int, reduction: str) -> None:
         train_samples(plan, ROLLOUT, reduction=reduction, loss_norm_length=7, micro_batch_size=2)
         for plan in plans
     ]
-    whole = train_samples(
+    full_one = train_samples(
         StepPlan(8, 1, 0), ROLLOUT, reduction=reduction, loss_norm_length=7, micro_batch_size=2
     )
-    assert len(whole) == 3
-    for k, step in enumerate(whole):
+    assert len(full_one) == 3
+    for k, step in enumerate(full_one):
         joined = [sample for part in parts for sample in part[k]]
         assert [s.tokens[0].item() for s in joined] == [100 * i for i in range(8 * k, 8 * k + 8)]
         for a, b in zip(joined, step, strict=True):
             assert torch.equal(a.loss_weights, b.loss_weights)
             assert a.loss_weights.shape == (a.response_length,)
     for plan, part in zip(plans, parts, strict=True):
-        mine = [sample.tokens[0].item() // 100 for step in part for sample in step]
-        assert plan.assign(ROLLOUT).local_indices == mine
+        local = [sample.tokens[0].item() // 100 for step in part for sample in step]
+        assert plan.assign(ROLLOUT).local_indices == local
 
 
 @pytest.mark.parametrize(
@@ -114,18 +114,20 @@ def test_map_steps_counts_over_all_steps() -> None:
 def test_positive_samples_of_the_whole_step_share_their_weight() -> None:
     """VAPO's term: 1 / active tokens of the step's samples with a reward above 0, on every rank
     alike; the raw reward travels too."""
-    whole = train_samples(StepPlan(8, 1, 0), ROLLOUT, reduction="token_mean", positive_nll=True)[0]
+    full_one = train_samples(StepPlan(8, 1, 0), ROLLOUT, reduction="token_mean", positive_nll=True)[
+        0
+    ]
     positive = [s.reward is not None and s.reward > 0 for s in ROLLOUT[:8]]
     tokens = sum(int(s.loss_mask.sum()) for s, good in zip(ROLLOUT, positive) if good)
     assert any(positive) and not all(positive)
-    for sample, source, good in zip(whole, ROLLOUT, positive):
+    for sample, source, good in zip(full_one, ROLLOUT, positive):
         assert sample.nll_weights is not None and sample.rewards is not None
         assert sample.nll_weights.tolist() == pytest.approx(
             [1 / tokens if good else 0.0] * source.response_length
         )
         assert sample.rewards.tolist() == [source.reward] * source.response_length
     half = train_samples(StepPlan(8, 2, 1), ROLLOUT, reduction="token_mean", positive_nll=True)[0]
-    assert [s.nll_weights.tolist() for s in half] == [s.nll_weights.tolist() for s in whole[4:]]
+    assert [s.nll_weights.tolist() for s in half] == [s.nll_weights.tolist() for s in full_one[4:]]
     assert (
         train_samples(StepPlan(8, 1, 0), ROLLOUT, reduction="token_mean")[0][0].nll_weights is None
     )
@@ -137,9 +139,9 @@ def test_log_probs_of_the_sampler_are_there_for_all_or_for_none() -> None:
     failed = dataclasses.replace(
         make(1, 4), loss_mask=torch.zeros(4, dtype=torch.bool), rollout_log_probs=None, reward=None
     )
-    told = [make(0), failed, make(2), make(3)]
+    reported = [make(0), failed, make(2), make(3)]
     for rank in range(2):
-        (step,) = train_samples(StepPlan(4, 2, rank), told, reduction="token_mean")
+        (step,) = train_samples(StepPlan(4, 2, rank), reported, reduction="token_mean")
         assert all(
             s.rollout_log_probs is not None and s.rollout_log_probs.shape == (s.response_length,)
             for s in step
@@ -162,8 +164,8 @@ def test_a_cost_changes_who_trains_on_what_and_nothing_else(equal_counts: bool) 
         StepPlan(8, 2, rank, linear_cost=100.0, equal_counts=equal_counts) for rank in range(2)
     ]
     parts = [train_samples(plan, LONG_AND_SHORT, reduction="token_mean") for plan in plans]
-    whole = train_samples(StepPlan(8, 1, 0), LONG_AND_SHORT, reduction="token_mean")
-    for k, step in enumerate(whole):
+    full_one = train_samples(StepPlan(8, 1, 0), LONG_AND_SHORT, reduction="token_mean")
+    for k, step in enumerate(full_one):
         joined = sorted((s for part in parts for s in part[k]), key=lambda s: int(s.tokens[0]))
         for a, b in zip(joined, step, strict=True):
             assert torch.equal(a.tokens, b.tokens) and torch.equal(a.loss_weights, b.loss_weights)
@@ -199,11 +201,11 @@ def test_a_step_need_not_be_divisible_by_the_ranks() -> None:
 
 
 def test_every_sample_has_routes_of_this_network() -> None:
-    told = dataclasses.replace(make(1), routed_experts=torch.zeros(5, 3, 2, dtype=torch.int16))
+    reported = dataclasses.replace(make(1), routed_experts=torch.zeros(5, 3, 2, dtype=torch.int16))
     aborted = make(2, status=SampleStatus.ABORTED)
     sizes = dict(layers=3, topk=2, experts=4)
-    first, second = with_routed_experts([told, aborted], **sizes)
-    assert first.routed_experts is told.routed_experts and second.routed_experts is not None
+    first, second = with_routed_experts([reported, aborted], **sizes)
+    assert first.routed_experts is reported.routed_experts and second.routed_experts is not None
     assert second.routed_experts.shape == (5, 3, 2) and bool((second.routed_experts == -1).all())
     blank = dataclasses.replace(make(5), loss_mask=torch.zeros_like(make(5).loss_mask))
     (third,) = with_routed_experts([blank], **sizes)

@@ -23,8 +23,8 @@ def talk(rank: SimulatedRank) -> dict[str, object]:
     """One of each kind, with bytes in them."""
     me, group = dist.get_rank(), rank.layout.tp_group
     first = 2 * (me // 2)
-    told = torch.tensor([me])
-    dist.broadcast(told, src=3)
+    reported = torch.tensor([me])
+    dist.broadcast(reported, src=3)
     rows = [torch.zeros(1, dtype=torch.int64) for _ in range(2)] if me == first else None
     dist.gather(torch.tensor([10 * me]), rows, dst=first, group=group)
     passed = torch.tensor([me])
@@ -37,7 +37,7 @@ def talk(rank: SimulatedRank) -> dict[str, object]:
     box = [("from", me)]
     dist.broadcast_object_list(box, src=0)
     return {
-        "told": told.item(),
+        "told": reported.item(),
         "rows": None if rows is None else [int(row) for row in rows],
         "passed": passed.item(),
         "everyone": everyone,

@@ -263,8 +263,8 @@ def test_killed_at_every_write_sync_and_rename(tmp_path: Path, again: bool) -> N
         assert (step, warning) == (max(complete_steps(root)), None), (
             "the tracker neither lags nor leads"
         )
-        for whole in complete_steps(root):
-            content_of(root, whole)
+        for full in complete_steps(root):
+            content_of(root, full)
         assert {path.name for path in root.iterdir()} <= {TRACKER, "iter_0000002", "iter_0000004"}
         if not killed:
             assert point > 20

@@ -74,12 +74,12 @@ def test_any_one_node_may_be_lost(sizes: tuple[int, ...]) -> None:
 
 def test_folders_of_runs_that_are_gone_are_removed(tmp_path: Path) -> None:
     base, kept, gone = str(tmp_path / "memory"), tmp_path / "kept", tmp_path / "gone"
-    mine, other = (node_folder(base, run_id(save), save) for save in (kept, gone))
-    assert mine != other and run_id(kept) == mine.name
+    local, other = (node_folder(base, run_id(save), save) for save in (kept, gone))
+    assert local != other and run_id(kept) == local.name
     checkpoint(other / "iter_0000001")
     (gone / ID).unlink()  # a user has removed the checkpoints and starts over
     again = node_folder(base, run_id(gone), gone)
-    assert sorted(path.name for path in Path(base).iterdir()) == sorted([mine.name, again.name])
+    assert sorted(path.name for path in Path(base).iterdir()) == sorted([local.name, again.name])
     assert not list(again.glob("iter_*"))
 
 
@@ -96,9 +96,9 @@ def test_a_folder_of_others_is_never_removed(tmp_path: Path, name: str) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "save.txt").write_text("nowhere")
     save = tmp_path / "save"
-    mine = node_folder(str(base), run_id(save), save)
+    local = node_folder(str(base), run_id(save), save)
     node_folder(str(base), run_id(save), save)
-    assert {path.name for path in base.iterdir()} == {name, link.name, mine.name}
+    assert {path.name for path in base.iterdir()} == {name, link.name, local.name}
     assert (foreign / "thesis.tex").read_text() == "years of work"
     assert (tmp_path / "elsewhere" / "save.txt").is_file()
 

@@ -107,9 +107,11 @@ def test_a_disk_that_is_full_of_the_servers_log(
     for _ in range(3):
         handler.emit(logging.makeLogRecord({"msg": "a request"}))
     handler.stream = None  # closing would try again
-    told = capsys.readouterr().err
-    assert told.count("\n") == 1 and "Traceback" not in told
-    assert told.startswith(f"warning: --server-dir: {tmp_path}/server.log cannot be written: No sp")
+    reported = capsys.readouterr().err
+    assert reported.count("\n") == 1 and "Traceback" not in reported
+    assert reported.startswith(
+        f"warning: --server-dir: {tmp_path}/server.log cannot be written: No sp"
+    )
 
 
 @pytest.mark.skipif(not FULL.exists(), reason="Linux has it")
@@ -129,8 +131,8 @@ def test_what_fails_in_tensorboards_thread_is_told_once(
     for step in range(9):
         logger.log(step, {"a": 1.0})
     logger.close()
-    (told,) = caplog.messages
-    assert told.startswith(f"--tensorboard-dir {tmp_path}/board: cannot be written: No space")
+    (reported,) = caplog.messages
+    assert reported.startswith(f"--tensorboard-dir {tmp_path}/board: cannot be written: No space")
     assert "Traceback" not in capfd.readouterr().err
     assert len(read_metrics(logger.path)) == 9
 

@@ -145,12 +145,12 @@ def test_the_same_shards_and_the_same_tensors_back(
             hf_names = list(mapping.hf_shapes(sizes))
             assert bridge._weight_name_mapping_mcore_to_hf(theirs) == hf_names, name
             tensors = [files.read(hf_name, 0, 0, files.shape(hf_name)[0]) for hf_name in hf_names]
-            whole = bridge._weight_to_mcore_format(theirs, tensors)
-            shard_shape = list(whole.shape)
+            full_one = bridge._weight_to_mcore_format(theirs, tensors)
+            shard_shape = list(full_one.shape)
             if mapping.sharded:
                 shard_shape[mapping.dim] //= tp_size
             expected = bridge._weight_split_across_tp(
-                theirs, whole, torch.empty(shard_shape), tp_size
+                theirs, full_one, torch.empty(shard_shape), tp_size
             )
             for rank in range(tp_size):
                 shard = torch.full(shard_shape, float("nan"))
@@ -161,7 +161,7 @@ def test_the_same_shards_and_the_same_tensors_back(
                     files,
                 )
                 assert torch.equal(shard, expected[rank]), (name, rank)
-            back_names, back = bridge._weight_to_hf_format(theirs, whole)
+            back_names, back = bridge._weight_to_hf_format(theirs, full_one)
             assert back_names == hf_names and all(
                 torch.equal(a, b) for a, b in zip(back, tensors, strict=True)
             ), name

@@ -241,14 +241,14 @@ def test_the_shuffled_order_is_pinned(ten, tokenizer):
 @pytest.mark.parametrize("before", [0, 3, 10, 13, 27])
 def test_resume_draws_what_an_uninterrupted_run_draws(ten, tokenizer, shuffle, before):
     config = dataclasses.replace(ten, rollout_shuffle=shuffle)
-    whole = PromptSource(config, tokenizer)
+    full = PromptSource(config, tokenizer)
     if before:
-        whole.next_prompts(before)
-    state = json.loads(json.dumps(whole.state_dict()))
+        full.next_prompts(before)
+    state = json.loads(json.dumps(full.state_dict()))
     resumed = PromptSource(config, tokenizer)
     resumed.load_state_dict(state)
-    assert resumed.next_prompts(15) == whole.next_prompts(15)
-    assert resumed.state_dict() == whole.state_dict()
+    assert resumed.next_prompts(15) == full.next_prompts(15)
+    assert resumed.state_dict() == full.state_dict()
 
 
 def test_resume_with_other_data_is_refused(tmp_path, ten, tokenizer):

@@ -139,9 +139,9 @@ def test_a_turn_can_be_left_out_and_a_conversation_cut(tmp_path: Path) -> None:
     rows[1]["step_loss_mask"] = 0
     context = f"{USER}a<|im_end|>\n{ASSISTANT}one<|im_end|>\n{USER}b<|im_end|>\n{ASSISTANT}"
     same(learn(tmp_path, CHATML, rows), (context, False), ("two<|im_end|>\n", True))
-    whole = learn(tmp_path, CHATML, rows)
+    full = learn(tmp_path, CHATML, rows)
     cut = learn(tmp_path, CHATML, rows, limit=2)
-    assert cut.tokens.equal(whole.tokens[: whole.prompt_length + 2])
+    assert cut.tokens.equal(full.tokens[: full.prompt_length + 2])
     assert (cut.response_length, cut.status) == (2, SampleStatus.TRUNCATED)
 
 

@@ -198,8 +198,8 @@ except KeyError:
     odd = r"an odd \x1b[31mcolour\x1b[0m \u202e and \x07"
     first = run(program, "0")
     assert first.stdout == (f"progress 3\nwarning: {odd}\nwarning: all ranks found 100% of it\n")
-    told, _, traced = first.stderr.partition("error: gone\n")
-    assert told == "" and traced.startswith("Traceback (most recent call last):\n")
+    reported, _, traced = first.stderr.partition("error: gone\n")
+    assert reported == "" and traced.startswith("Traceback (most recent call last):\n")
     assert traced.endswith("KeyError: 'why'\nerror: failed\n")
     third = run(program, "3")
     assert third.stdout == ""

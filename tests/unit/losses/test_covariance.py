@@ -194,12 +194,12 @@ def test_the_choice_is_that_of_a_micro_batch(name: str) -> None:
     inputs = dataclasses.replace(
         inputs, loss_mask=inputs.loss_mask & (inputs.log_ratio().abs() < 5)
     )  # no token outweighs all others
-    whole, halves = run([everything]), run([everything[: COUNT // 2], everything[COUNT // 2 :]])
-    assert abs(whole - halves) > 1e-3 * abs(whole)
+    full, halves = run([everything]), run([everything[: COUNT // 2], everything[COUNT // 2 :]])
+    assert abs(full - halves) > 1e-3 * abs(full)
     active = everything[inputs.loss_mask]
     if name == "kl_cov":
-        assert run([everything.flip(0)]) == pytest.approx(whole, rel=1e-12)
-        assert run([active]) == pytest.approx(whole, rel=1e-12)
+        assert run([everything.flip(0)]) == pytest.approx(full, rel=1e-12)
+        assert run([active]) == pytest.approx(full, rel=1e-12)
     padded = dataclasses.replace(
         inputs,
         **{
@@ -215,7 +215,7 @@ def test_the_choice_is_that_of_a_micro_batch(name: str) -> None:
         },
     )
     assert float(total_loss(padded, loss, config, LossTerms()).loss.detach()) == pytest.approx(
-        whole, rel=1e-12
+        full, rel=1e-12
     )
 
 

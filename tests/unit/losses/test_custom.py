@@ -82,7 +82,7 @@ def test_positive_nll_is_the_mean_over_the_steps_tokens_of_good_samples() -> Non
     masks = [True, True, True, False, True]
     positive = [r > 0 and m for r, m in zip(rewards, masks)]
     log_ratio, advantages = doubles([0.1] * 5, [0.0] * 5)
-    leaf, whole = make(
+    leaf, full = make(
         log_ratio,
         advantages,
         torch.tensor(masks),
@@ -91,7 +91,7 @@ def test_positive_nll_is_the_mean_over_the_steps_tokens_of_good_samples() -> Non
     weights = torch.tensor(positive, dtype=torch.float64) / sum(positive)
     for rows in (slice(0, 1), slice(1, 5)):
         changed = {
-            f: getattr(whole, f)[rows]
+            f: getattr(full, f)[rows]
             for f in (
                 "loss_mask",
                 "loss_weights",
@@ -102,7 +102,7 @@ def test_positive_nll_is_the_mean_over_the_steps_tokens_of_good_samples() -> Non
             )
         }
         inputs = dataclasses.replace(
-            whole,
+            full,
             log_probs=leaf[rows],
             rollout_log_probs=None,
             rewards=None,
@@ -177,17 +177,17 @@ def test_observations_are_predicted_whatever_the_cut() -> None:
     mask = torch.tensor([True, False, False, True, True, False, True, True])
     observed = torch.tensor([False, True, True, False, False, False, False, False])
     log_ratio, advantages = torch.randn(2, 8, generator=generator, dtype=torch.float64).unbind(0)
-    leaf, whole = make(log_ratio * 0.1, advantages, mask)
-    whole = dataclasses.replace(
-        whole, observation_weights=observed.double() / int(observed.sum()), rollout_log_probs=None
+    leaf, full = make(log_ratio * 0.1, advantages, mask)
+    full = dataclasses.replace(
+        full, observation_weights=observed.double() / int(observed.sum()), rollout_log_probs=None
     )
     terms, ppo = LossTerms(observation_loss_coef=coef), policy_losses.get("ppo")
-    tensors = [f.name for f in dataclasses.fields(whole) if torch.is_tensor(getattr(whole, f.name))]
+    tensors = [f.name for f in dataclasses.fields(full) if torch.is_tensor(getattr(full, f.name))]
     for cut in ([slice(0, 8)], [slice(0, 2), slice(2, 4), slice(4, 8)]):
         total, metric = torch.zeros((), dtype=torch.float64), 0.0
         without = torch.zeros((), dtype=torch.float64)
         for rows in cut:
-            part = dataclasses.replace(whole, **{n: getattr(whole, n)[rows] for n in tensors})
+            part = dataclasses.replace(full, **{n: getattr(full, n)[rows] for n in tensors})
             output = total_loss(part, ppo, ppo.config_type(), terms)
             total, metric = total + output.loss, metric + value(output.metrics["observation_loss"])
             part = dataclasses.replace(part, observation_weights=None)
@@ -199,5 +199,5 @@ def test_observations_are_predicted_whatever_the_cut() -> None:
         torch.testing.assert_close(gradient, -coef * observed.double() / 2)
     with pytest.raises(ValueError, match=r"observation_loss_coef 0.3 needs observation_weights"):
         total_loss(
-            dataclasses.replace(whole, observation_weights=None), ppo, ppo.config_type(), terms
+            dataclasses.replace(full, observation_weights=None), ppo, ppo.config_type(), terms
         )

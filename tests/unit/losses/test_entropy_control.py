@@ -43,9 +43,9 @@ def test_it_keeps_an_entropy_that_falls_by_itself() -> None:
 
 
 def test_a_resumed_controller_goes_on_exactly() -> None:
-    whole, first = controller(), controller()
+    full, first = controller(), controller()
     for entropy in ENTROPIES:
-        whole.update(entropy)
+        full.update(entropy)
     for entropy in ENTROPIES[:4]:
         first.update(entropy)
     resumed = controller()
@@ -53,7 +53,7 @@ def test_a_resumed_controller_goes_on_exactly() -> None:
     assert resumed == first
     for entropy in ENTROPIES[4:]:
         resumed.update(entropy)
-    assert resumed == whole
+    assert resumed == full
 
 
 def test_fixed_is_fixed_and_what_is_not_finite_changes_nothing() -> None:

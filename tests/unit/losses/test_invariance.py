@@ -283,11 +283,11 @@ def test_the_cut_does_not_matter(variant: str, correction: str) -> None:
             with pytest.raises(ValueError, match="takes no"):
                 cut_loss(variant, WHOLE, u, terms, correction_of(correction))
             continue
-        whole, cut = (
+        full_one, cut = (
             cut_loss(variant, parts, u, terms, correction_of(correction)) for parts in (WHOLE, CUT)
         )
-        assert float(whole[1].norm()) > 1e-3
-        assert same(whole, cut), f"{reduction}: {whole} and {cut}"
+        assert float(full_one[1].norm()) > 1e-3
+        assert same(full_one, cut), f"{reduction}: {full_one} and {cut}"
 
 
 @pytest.mark.parametrize("correction", [name for name in CORRECTIONS if name != "none"])
@@ -337,15 +337,15 @@ def test_covariance_losses_choose_in_a_micro_batch(variant: str) -> None:
     """Their covariances and the number they choose are the micro-batch's, so that a cut is another
     loss. Padding is not; nor is order, but for clip_cov, which draws by place."""
     u = u_of("token_mean", step()["loss_mask"])
-    whole = cut_loss(variant, WHOLE, u, TERMS, {})
-    assert not same(whole, cut_loss(variant, CUT, u, TERMS, {})), (
+    full_one = cut_loss(variant, WHOLE, u, TERMS, {})
+    assert not same(full_one, cut_loss(variant, CUT, u, TERMS, {})), (
         "no longer an exception: say so in the documents"
     )
     parameters = step()["weights"].clone().requires_grad_()
     padded = micro_batch_loss(variant, parameters, WHOLE[0], 3, u, TERMS, {}).loss
     if variant == "kl_cov":
-        assert same(whole, (padded.item(), torch.autograd.grad(padded, parameters)[0]))
-        assert same(whole, cut_loss(variant, [WHOLE[0][::-1]], u, TERMS, {}))
+        assert same(full_one, (padded.item(), torch.autograd.grad(padded, parameters)[0]))
+        assert same(full_one, cut_loss(variant, [WHOLE[0][::-1]], u, TERMS, {}))
     alone = [micro_batch_loss(variant, parameters, [i], 0, u, TERMS, {}).metrics for i in (0, 1)]
     share = {"kl_cov": "kl_cov_sel_frac", "clip_cov_often": "clip_cov_frac"}[variant]
     for metrics in alone:
@@ -423,22 +423,22 @@ def test_the_command_line_takes_what_is_legal_and_nothing_else(
 ) -> None:
     for reduction in LOSS_REDUCTIONS:
         arguments = [*flags_of(variant), "--loss-reduction", reduction]
-        said = refused(
+        message = refused(
             tmp_path,
             [*arguments, "--loss-norm-length", "9"]
             if reduction == "seq_mean_token_sum_norm"
             else arguments,
         )
         if variant in NEEDS_A_SEQUENCE_REDUCTION and reduction not in SEQUENCE_REDUCTIONS:
-            assert "--loss-reduction" in said and "sequence_mean" in said, reduction
+            assert "--loss-reduction" in message and "sequence_mean" in message, reduction
         else:
-            assert said == "", reduction
+            assert message == "", reduction
     for correction, (flags, config, _) in CORRECTIONS.items():
-        said = refused(tmp_path, [*flags_of(variant), *flags.split()])
+        message = refused(tmp_path, [*flags_of(variant), *flags.split()])
         if legal(variant, correction):
-            assert said == "", correction
+            assert message == "", correction
         else:
-            assert "--tis-ratio-type" in said and "count double" in said, correction
+            assert "--tis-ratio-type" in message and "count double" in message, correction
         assert (
             "conflicts with"
             in refused(tmp_path, [*flags_of(variant), *flags.split(), "--use-rollout-logprobs"])

@@ -88,9 +88,9 @@ def test_divergences_by_loop(seed: int, spread: float) -> None:
 
 def test_parts_of_a_step_give_the_metrics_of_the_step() -> None:
     data = batch(5)
-    whole = reduced(correct(OffPolicyConfig(), data))
+    full = reduced(correct(OffPolicyConfig(), data))
     parts = reduced(*(correct(OffPolicyConfig(), data, r) for r in (range(2), range(2, 6))))
-    assert parts == pytest.approx(whole, rel=1e-6)
+    assert parts == pytest.approx(full, rel=1e-6)
 
 
 def test_the_effective_sample_size_is_that_of_the_weights() -> None:

@@ -128,15 +128,15 @@ def test_the_cut_into_micro_batches_does_not_matter(name: str) -> None:
     """As long as pairs stay together; rows that are masked may hold anything."""
     leaf = step()["log_probs"].requires_grad_()
     poisoned = torch.where(step()["loss_mask"], step()["ref_log_probs"], float("nan"))
-    whole = loss_of(list(range(2 * PAIRS)), SETTINGS[name], log_probs=leaf).loss
+    full_one = loss_of(list(range(2 * PAIRS)), SETTINGS[name], log_probs=leaf).loss
     parts = [
         loss_of(rows, SETTINGS[name], log_probs=leaf, ref_log_probs=poisoned).loss
         for rows in ([6, 7, 0, 1], [2, 3], [4, 5])
     ]
-    torch.testing.assert_close(torch.stack(parts).sum(), whole, rtol=1e-12, atol=0)
+    torch.testing.assert_close(torch.stack(parts).sum(), full_one, rtol=1e-12, atol=0)
     for found in torch.autograd.grad(torch.stack(parts).sum(), leaf):
         torch.testing.assert_close(
-            found, torch.autograd.grad(whole, leaf)[0], rtol=1e-12, atol=1e-15
+            found, torch.autograd.grad(full_one, leaf)[0], rtol=1e-12, atol=1e-15
         )
 
 

@@ -146,7 +146,7 @@ def test_packed_advantages() -> None:
 
 
 @pytest.mark.parametrize(
-    ("reduction", "shape", "said"),
+    ("reduction", "shape", "message"),
     [
         ("token_sum", (2, 3), "unknown loss reduction"),
         ("prompt_mean", (2, 3), "needs prompt_ids"),
@@ -156,6 +156,6 @@ def test_packed_advantages() -> None:
         ("token_mean", (3,), "they must be equal"),
     ],
 )
-def test_what_is_wrong_is_named(reduction: str, shape: tuple[int, ...], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_what_is_wrong_is_named(reduction: str, shape: tuple[int, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         prescale_advantages(reduction, torch.ones(shape), torch.ones(2, 3, dtype=torch.bool))

@@ -132,9 +132,9 @@ def test_loss_and_gradient_do_not_depend_on_the_cut(name: str, reduction: str) -
         return
     loss, gradient, metrics = run(name, step, weights, list(range(7)), 9, TERMS)
     assert gradient.abs().sum() > 0
-    whole = MetricAccumulator()
-    whole.add(metrics)
-    expected = whole.reduce()
+    full_one = MetricAccumulator()
+    full_one.add(metrics)
+    expected = full_one.reduce()
     assert expected["loss"] == pytest.approx(loss, rel=1e-12)
     for parts in (
         [[0], [1], [2], [3], [4], [5], [6]],

@@ -179,7 +179,7 @@ def test_without_an_active_token_the_loss_is_0_with_a_gradient() -> None:
 @pytest.mark.parametrize("pieces", [2, 5])
 def test_any_cut_gives_the_same(pieces: int) -> None:
     inputs = make(4)
-    whole, gradient = with_gradient(inputs, ValueLossConfig())
+    full_one, gradient = with_gradient(inputs, ValueLossConfig())
     total, parts = 0.0, []
     columns = [
         x.detach().chunk(pieces)
@@ -197,7 +197,7 @@ def test_any_cut_gives_the_same(pieces: int) -> None:
         )
         total += got["value_loss"]
         parts.append(part)
-    assert total == pytest.approx(whole["value_loss"], rel=1e-12)
+    assert total == pytest.approx(full_one["value_loss"], rel=1e-12)
     torch.testing.assert_close(torch.cat(parts), gradient, rtol=1e-12, atol=0)
 
 

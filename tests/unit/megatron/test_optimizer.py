@@ -50,18 +50,18 @@ def test_with_moments_in_fp32_it_is_torchs_adam(
 ) -> None:
     """Bit by bit, on main parameters in fp32, in as many chunks as there are."""
     monkeypatch.setattr(precision_adam, "CHUNK", 64)
-    mine = [torch.nn.Parameter(random(n, seed=n).to(dtype)) for n in (200, 3)]
-    main = [torch.nn.Parameter(p.detach().float()) for p in mine]
-    ours = adam(mine, decoupled=decoupled)
+    local = [torch.nn.Parameter(random(n, seed=n).to(dtype)) for n in (200, 3)]
+    main = [torch.nn.Parameter(p.detach().float()) for p in local]
+    ours = adam(local, decoupled=decoupled)
     theirs = (torch.optim.AdamW if decoupled else torch.optim.Adam)(main, **SETTINGS, foreach=False)
     for step in range(3):
-        for i, (a, b) in enumerate(zip(mine, main)):
+        for i, (a, b) in enumerate(zip(local, main)):
             gradient = random(a.numel(), seed=10 * step + i)
             a.decoupled_grad = gradient  # type: ignore[attr-defined]
             b.grad = gradient.clone()
         ours.step()
         theirs.step()
-    for a, b in zip(mine, main):
+    for a, b in zip(local, main):
         assert torch.equal(ours.state[a]["master_param"], b) and torch.equal(a, b.to(dtype))
 
 

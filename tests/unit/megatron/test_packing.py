@@ -46,8 +46,8 @@ def test_a_sample_without_token_sets_leaves_those_of_the_others() -> None:
     """As one that was lost, of which nothing is trained on."""
     lost = dataclasses.replace(sample(2, 1, 200), loss_mask=torch.tensor([False]))
     sets = torch.tensor([[102, 7], [103, -1]], dtype=torch.int32)
-    told = dataclasses.replace(sample(2, 2, 100), sampling_mask=sets)
-    batch = pack([lost, told], multiple=1)
+    reported = dataclasses.replace(sample(2, 2, 100), sampling_mask=sets)
+    batch = pack([lost, reported], multiple=1)
     assert batch.sampling_mask is not None
     assert torch.equal(batch.sampling_mask[batch.loss_mask], sets)
     assert bool((batch.sampling_mask[~batch.loss_mask] == -1).all())
@@ -87,9 +87,9 @@ def test_selection_seeds_belong_to_a_place_in_the_step() -> None:
     def seeds(count: int, *, seed: int = 5, step: int = 0, dp_rank: int = 0) -> list[int]:
         return [b.selection_seed for b in with_selection_seeds([one] * count, seed, step, dp_rank)]
 
-    whole = seeds(4)
-    assert seeds(2) + seeds(2, dp_rank=1) == whole
-    everything = whole + seeds(4, step=1) + seeds(4, seed=6)
+    full = seeds(4)
+    assert seeds(2) + seeds(2, dp_rank=1) == full
+    everything = full + seeds(4, step=1) + seeds(4, seed=6)
     assert len(set(everything)) == 12
     assert all(0 <= s < 2**32 for s in everything)
 
@@ -99,7 +99,7 @@ def test_context_ranks_share_every_sequence(cp_size: int, multiple: int) -> None
     """Each rank has two chunks of every sequence, mirrored; together they have every row once, and
     every row keeps what it speaks about."""
     samples = [sample(3, 4, 100), sample(1, 2, 200), sample(12, 7, 300)]
-    (whole,) = pack_all([samples], multiple=1, equal_lengths=False)
+    (full,) = pack_all([samples], multiple=1, equal_lengths=False)
     ranks = [
         pack_all(
             [samples],
@@ -123,7 +123,7 @@ def test_context_ranks_share_every_sequence(cp_size: int, multiple: int) -> None
         assert torch.equal(batch.labels[0, rows].float(), batch.advantages[rows])
         for name in ("tokens", "labels", "position_ids"):
             assert torch.equal(
-                getattr(batch, name)[0, rows], getattr(whole, name)[0, batch.places[rows]]
+                getattr(batch, name)[0, rows], getattr(full, name)[0, batch.places[rows]]
             ), name
         chunk = int(lengths[2]) // (2 * cp_size)
         third = batch.position_ids[0, batch.seq_ids == 2].tolist()
@@ -132,7 +132,7 @@ def test_context_ranks_share_every_sequence(cp_size: int, multiple: int) -> None
             *range((2 * cp_size - 1 - r) * chunk, (2 * cp_size - r) * chunk),
         ]
         assert third == [p if p < 19 else 0 for p in mirrored]
-    assert sorted(found) == whole.loss_mask.nonzero().squeeze(1).tolist()
+    assert sorted(found) == full.loss_mask.nonzero().squeeze(1).tolist()
 
 
 @pytest.mark.parametrize("cp_size", [2, 4])

@@ -121,7 +121,7 @@ def test_a_resumed_run_counts_as_one_that_was_not_stopped() -> None:
         {**a, **b}
         for a, b in zip(_ramp("rollout/truncated_frac", 0.0, 0.9), _ramp("train/entropy", 1.5, 0.0))
     ]
-    whole, shown = _watch(rows)
+    full, shown = _watch(rows)
     assert len(shown) == 2
     for cut in range(1, len(rows)):
         before = HealthMonitor()
@@ -129,5 +129,5 @@ def test_a_resumed_run_counts_as_one_that_was_not_stopped() -> None:
         after = HealthMonitor()
         after.load_state_dict(json.loads(json.dumps(before.state_dict())))
         second, late = _watch(rows[cut:], after)
-        assert first + second == whole
+        assert first + second == full
         assert early + [(step + cut, name) for step, name in late] == shown

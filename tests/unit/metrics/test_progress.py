@@ -180,8 +180,8 @@ def test_engines_side_by_side() -> None:
             "eval/heldout/mean": 0.9,
         },
     ]
-    told = dict(zip(HEAD, table_row("plain", rows), strict=True))
-    assert told == {
+    reported = dict(zip(HEAD, table_row("plain", rows), strict=True))
+    assert reported == {
         "run": "plain", "rollouts": "2", "score": "0.400 -> 0.900", "whole": "12.5",
         "sampling": "6.0", "waiting": "6.0", "training": "2.5",
         "weights": "1.0", "evaluation": "2.0", "overlap": "0%",

@@ -220,9 +220,9 @@ def test_a_phase_has_one_colour_in_every_plot() -> None:
     many = _phase_colours(PHASES)
     assert set(few.items()) <= set(many.items())
     assert len(set(many.values())) == len(PHASES) + 1  # and one for what no phase claims
-    mine = _phase_colours(("mine", "train"))["mine"]
-    assert mine == _phase_colours((*PHASES, "mine"))["mine"]
-    assert mine != many["other"]
+    local = _phase_colours(("mine", "train"))["mine"]
+    assert local == _phase_colours((*PHASES, "mine"))["mine"]
+    assert local != many["other"]
 
 
 def test_the_warnings_of_a_run_are_repeated_at_its_end(tmp_path: Path) -> None:

@@ -211,9 +211,9 @@ def test_formula_of_parameters_of_latent_attention(monkeypatch: pytest.MonkeyPat
             build_rank(config.megatron, config.gpt, layout, gpu=True).chunks[0].decoder.layers[5]
         )
     names = ("self_attention", "input_layernorm", "pre_mlp_layernorm")
-    whole = ("layernorm",)  # not split over tensor-parallel ranks
+    full = ("layernorm",)  # not split over tensor-parallel ranks
     real = sum(
-        parameter.numel() * (1 if any(word in name for word in whole) else 8)
+        parameter.numel() * (1 if any(word in name for word in full) else 8)
         for name, parameter in layer.named_parameters()
         if name.startswith(names)
     )
@@ -281,14 +281,14 @@ def test_time_and_cost_of_the_training(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "said"),
+    ("seconds", "expected"),
     [
         *((0.2, "less than 1 s"), (42.4, "42 s"), (59.7, "1 min"), (90, "1 min 30 s")),
         *((11_100, "3 h 5 min"), (3600, "1 h"), (3605, "1 h"), (187_200, "2 d 4 h")),
     ],
 )
-def test_durations_as_people_say_them(seconds: float, said: str) -> None:
-    assert duration(seconds) == said
+def test_durations_as_people_say_them(seconds: float, expected: str) -> None:
+    assert duration(seconds) == expected
 
 
 def test_gradient_buffers_count_once(tmp_path: Path) -> None:
@@ -356,10 +356,10 @@ def test_frozen_parameters_have_neither_gradients_nor_moments(tmp_path: Path) ->
         done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
         (state,) = json.loads(done.stdout.splitlines()[-1])
         states.append(state)
-    whole, part = states
-    assert part["weights"] == whole["weights"]
+    full, part = states
+    assert part["weights"] == full["weights"]
     for name in ("gradients", "optimizer: moments"):
-        assert 0.1 * whole[name] < part[name] < 0.25 * whole[name]
+        assert 0.1 * full[name] < part[name] < 0.25 * full[name]
 
 
 @pytest.mark.parametrize(

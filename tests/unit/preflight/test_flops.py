@@ -92,25 +92,25 @@ def test_sequences() -> None:
 def test_windows(tmp_path: Path) -> None:
     """Two of four layers."""
     config = tiny(tmp_path, world=1)
-    whole = forward_flops(config.megatron.transformer, config.gpt)
+    full = forward_flops(config.megatron.transformer, config.gpt)
     transformer = copy.copy(config.megatron.transformer)
     transformer.window_size, transformer.window_attn_skip_freq = (15, 0), [1, 0, 1, 0]
     cut = forward_flops(transformer, config.gpt)
-    assert (cut.window, cut.windowed, cut.pair) == (16, whole.pair / 2, whole.pair / 2)
-    assert cut.of_sequences([16]) == whole.of_sequences([16])
+    assert (cut.window, cut.windowed, cut.pair) == (16, full.pair / 2, full.pair / 2)
+    assert cut.of_sequences([16]) == full.of_sequences([16])
 
 
 def test_sparse_attention(tmp_path: Path) -> None:
     """Up to so many keys, all of them."""
     config = tiny(tmp_path, world=1)
-    whole, transformer = (
+    full, transformer = (
         forward_flops(config.megatron.transformer, config.gpt),
         copy.copy(config.megatron.transformer),
     )
     transformer.index_topk = 16  # type: ignore[attr-defined]
     sparse = forward_flops(transformer, config.gpt)
-    assert (sparse.window, sparse.windowed, sparse.pair) == (16, whole.pair, 0)
-    assert sparse.of_sequences([16]) == whole.of_sequences([16])
+    assert (sparse.window, sparse.windowed, sparse.pair) == (16, full.pair, 0)
+    assert sparse.of_sequences([16]) == full.of_sequences([16])
 
 
 def test_a_rollout(tmp_path: Path) -> None:

@@ -184,8 +184,8 @@ def test_over_sampling_keeps_the_first_to_end(tmp_path: Path) -> None:
         sliced.metrics["rollout/groups_lost"] == 2
         and sliced.metrics["rollout/wasted_tokens"] == 2 * 2 * 4
     )
-    whole = collector(tmp_path, script, "--over-sampling-batch-size", "4").collect(0)
-    assert ids(whole.groups) == [0, 1] and whole.metrics["rollout/groups_surplus"] == 2
+    full_one = collector(tmp_path, script, "--over-sampling-batch-size", "4").collect(0)
+    assert ids(full_one.groups) == [0, 1] and full_one.metrics["rollout/groups_surplus"] == 2
 
 
 def test_partial_groups_go_on_in_the_next_rollout(tmp_path: Path) -> None:
@@ -259,8 +259,8 @@ def test_the_buffer_goes_through_json_bit_by_bit(tmp_path: Path) -> None:
     cast(Any, other.buffer).source.next_id = cast(Any, c.buffer).source.next_id
     assert [plain(g) for g in waiting_of(other)] == [plain(g) for g in waiting]
     for rollout in (1, 2):
-        mine, restored = c.collect(rollout), other.collect(rollout)
-        assert [plain(g) for g in restored.groups] == [plain(g) for g in mine.groups]
+        local, restored = c.collect(rollout), other.collect(rollout)
+        assert [plain(g) for g in restored.groups] == [plain(g) for g in local.groups]
 
 
 def plain(group: Any) -> list[Any]:

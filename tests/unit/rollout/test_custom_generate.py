@@ -61,8 +61,8 @@ class Scripted:
                 request.sample_id, (88,), (-1.0,), "abort", (3,), failure="the engine died"
             )
         ends = [text.index(s) + len(s) for s in sampling.stop if s in text]
-        whole = min([len(text), *ends])
-        cut = min(whole, sampling.max_new_tokens)
+        full_one = min([len(text), *ends])
+        cut = min(full_one, sampling.max_new_tokens)
         tokens = tuple(map(ord, text[:cut]))
         log_probs = tuple(-i / 10 for i in range(cut))
         length, call = len(request.prompt_tokens) + cut, len(self.requests)
@@ -72,7 +72,7 @@ class Scripted:
             request.sample_id,
             tokens,
             log_probs,
-            "stop" if cut == whole else "length",
+            "stop" if cut == full_one else "length",
             (call,) * cut,
             None if sampling.greedy else tuple(torch.tensor([t, call]).int() for t in tokens),
             routed_experts,
@@ -165,11 +165,11 @@ def test_the_calculator_answers_and_is_not_trained_on(tmp_path: Path) -> None:
         == "Q:I ask <calc>6*(1+7)</calc><result>48</result>"
     )
     first, second = len("I ask <calc>6*(1+7)</calc>"), len("<result>48</result>")
-    told = sample.rollout_log_probs
-    assert told is not None
-    assert told[:first].tolist() == pytest.approx([-i / 10 for i in range(first)])
-    assert told[first : first + second].tolist() == [0.0] * second
-    assert told[first + second :].tolist() == pytest.approx([-i / 10 for i in range(10)])
+    reported = sample.rollout_log_probs
+    assert reported is not None
+    assert reported[:first].tolist() == pytest.approx([-i / 10 for i in range(first)])
+    assert reported[first : first + second].tolist() == [0.0] * second
+    assert reported[first + second :].tolist() == pytest.approx([-i / 10 for i in range(10)])
     assert sample.weight_versions == (1,) * first + (-1,) * second + (2,) * 10
     assert (sample.status, sample.reward, sample.metadata) == (
         SampleStatus.COMPLETED,

@@ -61,11 +61,11 @@ def test_every_sample_gets_the_reward_of_its_prompts_greedy_response(
     assert recorder.calls == [
         (1, SamplingParams(temperature=0.0, max_new_tokens=5, stop=("x",)), "greedy")
     ]
-    told = outcomes_of([s for g in groups for s in g.samples])
-    assert told.greedy_rewards is not None
-    assert told.greedy_rewards.tolist() == pytest.approx([0.25, 0.25, math.nan], nan_ok=True)
-    assert told.rewards.tolist() == pytest.approx([1.0, math.nan, 2.0], nan_ok=True)
-    assert told.group_ids.tolist() == [4, 4, 9] and told.lengths.tolist() == [2, 1, 2]
+    reported = outcomes_of([s for g in groups for s in g.samples])
+    assert reported.greedy_rewards is not None
+    assert reported.greedy_rewards.tolist() == pytest.approx([0.25, 0.25, math.nan], nan_ok=True)
+    assert reported.rewards.tolist() == pytest.approx([1.0, math.nan, 2.0], nan_ok=True)
+    assert reported.group_ids.tolist() == [4, 4, 9] and reported.lengths.tolist() == [2, 1, 2]
     assert groups[0].samples[0].metadata["task"] == "sums"
     assert caplog.messages == [
         "greedy responses (ReMax): 1 of 2 samples have no usable response or reward and their groups "

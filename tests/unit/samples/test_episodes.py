@@ -93,14 +93,14 @@ def test_an_optimizer_step_has_whole_episodes() -> None:
 
 
 def test_branches_share_reward_metadata_and_fate() -> None:
-    whole = dataclasses.replace(CUT[0], metadata={"a": 1})
-    first, second = complete(with_branches([whole]))
+    full_one = dataclasses.replace(CUT[0], metadata={"a": 1})
+    first, second = complete(with_branches([full_one]))
     assert (second.reward, dict(second.metadata), second.sample_id) == (1.0, {"a": 1}, 4)
     assert not first.branches and second.loss_mask.tolist() == [False, True, True]
-    assert not any(s.active_tokens for s in complete(with_branches([untrained(whole)])))
-    (row,) = remote_samples(*rows_of([whole], 1))
+    assert not any(s.active_tokens for s in complete(with_branches([untrained(full_one)])))
+    (row,) = remote_samples(*rows_of([full_one], 1))
     assert (row.num_branches, dict(row.version_counts)) == (1, {1: 7})
-    rewarded = dataclasses.replace(whole, token_rewards=torch.ones(4, dtype=torch.float64))
+    rewarded = dataclasses.replace(full_one, token_rewards=torch.ones(4, dtype=torch.float64))
     with pytest.raises(
         ValueError, match=r"sample 4 is an episode of 2 sequences, .* token_rewards"
     ):
@@ -162,9 +162,9 @@ def test_a_slime_function_may_return_a_list(tmp_path: Path) -> None:
 def test_versions_of_a_sample_with_branches_travel() -> None:
     versions = (1, NOT_SAMPLED, NOT_SAMPLED, 1)
     branch = sample(4, "11")
-    whole = dataclasses.replace(sample(4, "1001"), weight_versions=versions, branches=(branch,))
-    (row,) = remote_samples(*rows_of([whole], 1))
-    assert unpack_payload(row, pack_payload(whole)).weight_versions == versions
+    full_one = dataclasses.replace(sample(4, "1001"), weight_versions=versions, branches=(branch,))
+    (row,) = remote_samples(*rows_of([full_one], 1))
+    assert unpack_payload(row, pack_payload(full_one)).weight_versions == versions
 
 
 @pytest.mark.parametrize("flags", ["--policy-loss-type gspo", "--use-opsm"])

@@ -116,9 +116,9 @@ def test_tensors_arrive_bit_by_bit(samples: list[Sample], known: list[RemoteSamp
 
 def test_text_travels_where_it_is_asked_for(samples: list[Sample]) -> None:
     bare = replace(samples[0], text="", response="", label=None, metadata={})
-    whole = with_texts(bare, pack_texts(samples[0]))
+    full = with_texts(bare, pack_texts(samples[0]))
     names = ("text", "response", "label", "metadata")
-    found, given = ([repr(getattr(s, n)) for n in names] for s in (whole, samples[0]))
+    found, given = ([repr(getattr(s, n)) for n in names] for s in (full, samples[0]))
     assert found == given  # a NaN is as it was
 
 

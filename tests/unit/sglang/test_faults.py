@@ -91,8 +91,8 @@ def test_what_servers_answer_is_what_the_local_engine_samples(model: str) -> Non
     with fake_servers(model, 2) as servers, engine_of(model, servers) as engine:
         assert_right(engine.generate(REQUESTS, SAMPLING), model)
         assert all(server.count("/generate") for server in servers)  # both work
-        told = servers[0].seen[-1][1]["sampling_params"]
-        assert told["max_new_tokens"] == 8 and told["top_k"] == -1
+        reported = servers[0].seen[-1][1]["sampling_params"]
+        assert reported["max_new_tokens"] == 8 and reported["top_k"] == -1
         metrics = engine.take_metrics()
         assert (
             metrics["engine/ready"] == 2

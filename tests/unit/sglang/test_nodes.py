@@ -126,10 +126,10 @@ def test_one_over_several_nodes(node: RemoteNode, tmp_path: Path) -> None:
         folder.mkdir()
     stays = RemoteProcess(node, 0, program(folders[0], "time.sleep(100)"))
     ends = RemoteProcess(node, 1, program(folders[1], "raise SystemExit(5)"))
-    whole = SpanningProcess([stays, ends])
-    wait_until(lambda: whole.exit_status == 5)
+    full = SpanningProcess([stays, ends])
+    wait_until(lambda: full.exit_status == 5)
     wait_until((folders[0] / "started").exists)
-    again = whole.restart()
+    again = full.restart()
     wait_until(lambda: all((f / "started").read_text() == "xx" for f in folders))
     again.end()
     assert node.state(0) is node.state(1) is None

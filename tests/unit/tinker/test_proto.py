@@ -55,7 +55,7 @@ def test_what_is_not_plain_is_not_framed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "expected"),
     [
         (b"\xff\xff\xff", "not a ForwardBackwardRequest"),
         (b"", "model_id is missing"),
@@ -63,7 +63,7 @@ def test_what_is_not_plain_is_not_framed() -> None:
         (proto.ForwardBackwardRequest(model_id="a", seq_id=-3).SerializeToString(), "seq_id is -3"),
     ],
 )
-def test_bytes_that_are_no_request(body: bytes, said: str) -> None:
-    with pytest.raises(HttpError, match=said) as caught:
+def test_bytes_that_are_no_request(body: bytes, expected: str) -> None:
+    with pytest.raises(HttpError, match=expected) as caught:
         parse_request(body)
     assert caught.value.status == 400

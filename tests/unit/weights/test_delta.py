@@ -179,14 +179,14 @@ def test_what_is_damaged_or_half_written_is_never_used(model: str, tmp_path: Pat
     assert updates_in(root) == [1]  # its files are there, and not yet its record
     (tmp_path / "record").rename(root / "update-00000002.json")
     (path,) = changes_path(root, 2).iterdir()
-    whole = path.read_bytes()
-    path.write_bytes(whole[:-9])
+    full_one = path.read_bytes()
+    path.write_bytes(full_one[:-9])
     with pytest.raises(RunError, match="update 2"):
         copy.update_to(2)
-    path.write_bytes(whole[:-9] + bytes(9))
+    path.write_bytes(full_one[:-9] + bytes(9))
     with pytest.raises(RunError, match="update 2"):
         copy.update_to(2)
-    path.write_bytes(whole)
+    path.write_bytes(full_one)
     copy.update_to(2)
     assert same(stored(folder), trainer.weights)
     with pytest.raises(RunError, match="is not a copy of weights"):

@@ -216,7 +216,7 @@ def test_mxfp4_is_only_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "message"),
     [
         ({}, ""),
         ({"bits": 4}, "quant_method None"),
@@ -241,17 +241,17 @@ def test_mxfp4_is_only_read(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_formats_that_are_not_read(config: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_formats_that_are_not_read(config: dict[str, Any], message: str, tmp_path: Path) -> None:
     if not config:
         assert read_quantization(config) is None
         return
     with pytest.raises(ValueError) as caught:
         read_quantization(config)
-    assert said in str(caught.value) and "compressed-tensors (format" in str(caught.value)
+    assert message in str(caught.value) and "compressed-tensors (format" in str(caught.value)
     folder = write(tmp_path, config, {"x.weight": torch.zeros(2, 2)})
     with pytest.raises(ValueError) as caught:
         WeightFiles(folder)
-    assert said in str(caught.value) and folder in str(caught.value)
+    assert message in str(caught.value) and folder in str(caught.value)
 
 
 BROKEN: list[tuple[str, dict[str, Tensor | None], str]] = [
@@ -274,9 +274,9 @@ BROKEN: list[tuple[str, dict[str, Tensor | None], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "changes", "said"), BROKEN)
+@pytest.mark.parametrize(("name", "changes", "message"), BROKEN)
 def test_broken_files_are_refused_by_tensor(
-    name: str, changes: dict[str, Tensor | None], said: str, tmp_path: Path
+    name: str, changes: dict[str, Tensor | None], message: str, tmp_path: Path
 ) -> None:
     """With the folder and what is supported."""
     config, stored, _ = FORMATS[name]()
@@ -285,7 +285,7 @@ def test_broken_files_are_refused_by_tensor(
     with pytest.raises(ValueError) as caught:
         WeightFiles(folder)
     words = str(caught.value)
-    assert said in words and folder in words and "x.weight" in words and "supported are" in words
+    assert message in words and folder in words and "x.weight" in words and "supported are" in words
 
 
 def test_a_weight_that_is_not_of_its_shape(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def test_the_layers(tmp_path: Path, changes: dict[str, Any], linear: list[int]) 
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "expected"),
     [
         ({"linear_num_value_heads": 3}, "linear_num_key_heads 2 does not divide"),
         ({"linear_num_key_heads": None}, "linear_num_key_heads is missing"),
@@ -65,8 +65,8 @@ def test_the_layers(tmp_path: Path, changes: dict[str, Any], linear: list[int]) 
         ({"attn_output_gate": False}, "attn_output_gate False"),
     ],
 )
-def test_refused_by_name(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_refused_by_name(tmp_path: Path, changes: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
         read_hf_model(write(tmp_path, **changes))
 
 
@@ -91,24 +91,24 @@ def test_the_language_model_of_a_file_with_images(tmp_path: Path) -> None:
         "rope_theta": None,
         "mtp_num_hidden_layers": 1,
     }
-    whole = {
+    full = {
         "architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5",
         "text_config": nested,
         "vision_config": {"depth": 1}, "image_token_id": 3, "tie_word_embeddings": False,
     }  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(whole))
+    (tmp_path / "config.json").write_text(json.dumps(full))
     model = read_hf_model(str(tmp_path))
     assert model.transformer["num_layers"] == 4 and "num_moe_experts" not in model.transformer
     assert (model.gpt["rotary_base"], model.gpt["rotary_percent"]) == (1e7, 0.5)
     assert model.gpt["untie_embeddings_and_output_weights"]
-    for changes, said in (
+    for changes, expected in (
         ({"text_config": None}, "text_config is missing"),
         ({"text_config": 3}, "text_config must be an object"),
         ({"text_config": {**nested, "layer_types": "x"}}, "layer_types must be a list"),
         ({"text_config": {**nested, "output_gate_type": "tanh"}}, "output_gate_type 'tanh'"),
     ):
-        (tmp_path / "config.json").write_text(json.dumps({**whole, **changes}))
-        with pytest.raises(ConfigError, match=said):
+        (tmp_path / "config.json").write_text(json.dumps({**full, **changes}))
+        with pytest.raises(ConfigError, match=expected):
             read_hf_model(str(tmp_path))
 
 

@@ -64,7 +64,7 @@ def test_the_published_files(tmp_path: Path, size: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"swiglu_alpha": 1.5}, "swiglu_alpha 1.5"),
         ({"attention_bias": False}, "attention_bias false"),
@@ -72,8 +72,8 @@ def test_the_published_files(tmp_path: Path, size: str) -> None:
         ({"sliding_window": None}, "sliding_window None is not in use"),
     ],
 )
-def test_refused_by_name(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_refused_by_name(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         read_hf_model(write(tmp_path, **changes))
 
 

@@ -139,7 +139,7 @@ def test_mixtral_and_qwen2_moe(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "expected"),
     [
         ({**QWEN3_MOE, "num_experts_per_tok": 9}, "above the number of experts"),
         ({**QWEN3_MOE, "num_experts_per_tok": 1}, "the router would never learn"),
@@ -163,10 +163,10 @@ def test_mixtral_and_qwen2_moe(tmp_path: Path) -> None:
          "needs original_max_position_embeddings"),
     ],
 )  # fmt: skip
-def test_refused_by_name(tmp_path: Path, config: dict[str, Any], said: str) -> None:
+def test_refused_by_name(tmp_path: Path, config: dict[str, Any], expected: str) -> None:
     with pytest.raises(ConfigError) as caught:
         read_hf_model(write(tmp_path, config))
-    assert said in str(caught.value)
+    assert expected in str(caught.value)
 
 
 def test_layer_patterns() -> None:
@@ -249,16 +249,16 @@ def on_experts(folder: Path, flags: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("rule", "flags", "world_size", "flag", "said"),
+    ("rule", "flags", "world_size", "flag", "expected"),
     CASES,
     ids=[f"{c[0]}-{i}" for i, c in enumerate(CASES)],
 )
 def test_wrong_combinations(
-    tmp_path: Path, rule: str, flags: str, world_size: int, flag: str, said: str
+    tmp_path: Path, rule: str, flags: str, world_size: int, flag: str, expected: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_args(on_experts(tmp_path, flags), world_size)
-    assert [p for p in caught.value.problems if p.flag == flag and said in str(p)], str(
+    assert [p for p in caught.value.problems if p.flag == flag and expected in str(p)], str(
         caught.value
     )
 
@@ -290,15 +290,15 @@ def test_every_rule_is_broken_somewhere() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "expected"),
     [
         ("--moe-expert-capacity-factor 1.5", "drops tokens"),
         ("--moe-aux-loss-coeff 0.01", "within each micro-batch"),
     ],
 )
-def test_warnings(tmp_path: Path, flags: str, said: str) -> None:
+def test_warnings(tmp_path: Path, flags: str, expected: str) -> None:
     warnings = parse_args(on_experts(tmp_path, f"{flags} --num-steps-per-rollout 2"), 1).warnings
-    assert len(warnings) == 1 and said in warnings[0]
+    assert len(warnings) == 1 and expected in warnings[0]
     assert len(MOE_WARNINGS) == 2, "a new warning has a case here"
 
 

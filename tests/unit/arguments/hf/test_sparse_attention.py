@@ -68,7 +68,7 @@ def test_the_schedule_is_that_of_transformers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"indexer_rope_interleave": False}, "indexer_rope_interleave False"),
         ({"index_head_dim": 4}, "index_head_dim 4 is smaller than qk_rope_head_dim 8"),
@@ -81,10 +81,10 @@ def test_the_schedule_is_that_of_transformers(tmp_path: Path) -> None:
         ({"layer_types": ["full_attention"] * 8}, "only 'indexed_attention' is supported"),
     ],
 )
-def test_what_is_refused(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+def test_what_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         read_hf_model(write(tmp_path, **changes))
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(

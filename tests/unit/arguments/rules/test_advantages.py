@@ -122,13 +122,13 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(
-    ("rule", "flags", "flag", "said"),
+    ("rule", "flags", "flag", "message"),
     REFUSED,
     ids=[f"{case[0] or 'read'}-{i}" for i, case in enumerate(REFUSED)],
 )
-def test_refused(tmp_path: Path, rule: str, flags: str, flag: str, said: str) -> None:
+def test_refused(tmp_path: Path, rule: str, flags: str, flag: str, message: str) -> None:
     found = problems_of(tmp_path, flags)
-    assert [p.flag for p in found] == [flag] and said in str(found[0])
+    assert [p.flag for p in found] == [flag] and message in str(found[0])
 
 
 def test_every_rule_is_broken_somewhere() -> None:
@@ -136,7 +136,7 @@ def test_every_rule_is_broken_somewhere() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         (
             "--advantage-estimator otb --singleton-advantage reward",
@@ -161,9 +161,9 @@ def test_every_rule_is_broken_somewhere() -> None:
         ),
     ],
 )
-def test_warnings(tmp_path: Path, flags: str, said: str) -> None:
+def test_warnings(tmp_path: Path, flags: str, message: str) -> None:
     warnings = parse(tmp_path, flags).warnings
-    assert len(warnings) == 1 and said in warnings[0]
+    assert len(warnings) == 1 and message in warnings[0]
 
 
 @pytest.mark.parametrize("name", ["ppo", "remax", "reinforce_plus_plus"])

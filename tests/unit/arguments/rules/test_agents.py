@@ -94,12 +94,14 @@ NEEDED = {
 
 
 @pytest.mark.parametrize(
-    ("rule", "flags", "flag", "said"), CASES, ids=[f"{case[0]}-{i}" for i, case in enumerate(CASES)]
+    ("rule", "flags", "flag", "message"),
+    CASES,
+    ids=[f"{case[0]}-{i}" for i, case in enumerate(CASES)],
 )
-def test_a_broken_rule(tmp_path: Path, rule: str, flags: str, flag: str, said: str) -> None:
+def test_a_broken_rule(tmp_path: Path, rule: str, flags: str, flag: str, message: str) -> None:
     found = problems_of(complete(tmp_path, *shlex.split(flags)), 1)
     assert flag in [p.flag for p in found], found
-    assert any(said in str(p) for p in found), found
+    assert any(message in str(p) for p in found), found
     assert {rule, ""} & {each.__name__ for each in AGENT_RULES} or not rule
 
 

@@ -52,8 +52,8 @@ def test_defaults(tmp_path: Path) -> None:
 def test_what_follows(tmp_path: Path) -> None:
     config = parse(tmp_path, PPO + "--min-lr 1e-6 --critic-lr 2e-4")
     assert config.critic.critic_min_lr == pytest.approx(2e-5), "the policy's share"
-    said = parse(tmp_path, PPO + "--min-lr 1e-6 --critic-min-lr 3e-6").critic
-    assert (said.critic_lr, said.critic_min_lr) == (1e-5, 3e-6)
+    message = parse(tmp_path, PPO + "--min-lr 1e-6 --critic-min-lr 3e-6").critic
+    assert (message.critic_lr, message.critic_min_lr) == (1e-5, 3e-6)
 
 
 def test_the_lambdas_reach_the_estimator(tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_a_critic_to_start_from(tmp_path: Path, suffix: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         (
             {"num_hidden_layers": 2},
@@ -131,10 +131,12 @@ def test_a_critic_to_start_from(tmp_path: Path, suffix: str) -> None:
         ({"architectures": ["Qwen2ForQuestionAnswering"]}, "LlamaForCausalLM, "),
     ],
 )
-def test_a_critic_of_another_shape(tmp_path: Path, changes: dict[str, object], said: str) -> None:
+def test_a_critic_of_another_shape(
+    tmp_path: Path, changes: dict[str, object], message: str
+) -> None:
     write_critic(tmp_path, **changes)
     (found,) = problems_of(tmp_path, PPO + "--critic-load {folder}/critic")
-    assert found.flag == "--critic-load" and said in str(found)
+    assert found.flag == "--critic-load" and message in str(found)
 
 
 def test_a_value_model_is_no_policy(tmp_path: Path) -> None:
@@ -173,13 +175,13 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(
-    ("rule", "flags", "flag", "said"),
+    ("rule", "flags", "flag", "message"),
     REFUSED,
     ids=[f"{case[0] or 'read'}-{i}" for i, case in enumerate(REFUSED)],
 )
-def test_refused(tmp_path: Path, rule: str, flags: str, flag: str, said: str) -> None:
+def test_refused(tmp_path: Path, rule: str, flags: str, flag: str, message: str) -> None:
     found = problems_of(tmp_path, flags)
-    assert [p.flag for p in found] == [flag] and said in str(found[0])
+    assert [p.flag for p in found] == [flag] and message in str(found[0])
 
 
 def test_every_rule_is_broken_somewhere() -> None:

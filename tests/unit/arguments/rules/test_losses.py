@@ -187,12 +187,14 @@ REFUSED: list[tuple[str, str, str, str]] = [
 
 
 @pytest.mark.parametrize(
-    ("rule", "flags", "flag", "said"), REFUSED, ids=[f"{r[2]}-{i}" for i, r in enumerate(REFUSED)]
+    ("rule", "flags", "flag", "expected"),
+    REFUSED,
+    ids=[f"{r[2]}-{i}" for i, r in enumerate(REFUSED)],
 )
-def test_what_is_refused(tmp_path: Path, rule: str, flags: str, flag: str, said: str) -> None:
+def test_what_is_refused(tmp_path: Path, rule: str, flags: str, flag: str, expected: str) -> None:
     (tmp_path / "mine.py").write_text("def mine(inputs, config): ...\n")
     (found,) = problems_of(tmp_path, flags)
-    assert found.flag == flag and said in found.message
+    assert found.flag == flag and expected in found.message
 
 
 def test_every_rule_is_broken_somewhere() -> None:
@@ -210,7 +212,7 @@ def test_a_loss_against_the_sampler_takes_masks(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "expected"),
     [
         ("--policy-loss-type gspo --eps-clip 0.2", "geometric mean"),
         ("--policy-loss-type gspo --eps-clip-high 0.02", "geometric mean"),
@@ -219,9 +221,9 @@ def test_a_loss_against_the_sampler_takes_masks(tmp_path: Path) -> None:
         ("--policy-loss-type sapo --loss-reduction prompt_mean", "is meant for --loss-reduction"),
     ],
 )
-def test_warnings(tmp_path: Path, flags: str, said: str) -> None:
+def test_warnings(tmp_path: Path, flags: str, expected: str) -> None:
     (warning,) = parse(tmp_path, flags).warnings
-    assert said in warning
+    assert expected in warning
 
 
 KL = "--use-kl-loss --ref-load {folder}/hf --kl-loss-coef 0.1"

@@ -50,7 +50,7 @@ def parse(folder: Path, flags: str, world_size: int = 1) -> RunConfig:
 
 
 @pytest.mark.parametrize(
-    ("version", "megatron", "triton", "said"),
+    ("version", "megatron", "triton", "message"),
     [
         (None, "0.16.1", True,
          ("0.1 for megatron-core 0.16.1), which is not installed", "pip install triton",
@@ -69,7 +69,7 @@ def test_what_is_missing_is_named_with_how_to_get_it(
     version: str | None,
     megatron: str,
     triton: bool,
-    said: tuple[str, ...],
+    message: tuple[str, ...],
 ) -> None:
     installed(monkeypatch, version, megatron, triton)
     with pytest.raises(ConfigError) as caught:
@@ -77,7 +77,7 @@ def test_what_is_missing_is_named_with_how_to_get_it(
     (problem,) = caught.value.problems
     assert problem.flag == "--optimizer" and problem.value == "muon"
     words = str(problem)
-    assert all(part in words for part in ("emerging_optimizers", "or use adam", *said)), words
+    assert all(part in words for part in ("emerging_optimizers", "or use adam", *message)), words
 
 
 WRONG = [
@@ -92,14 +92,14 @@ WRONG = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("rule", "flags", "flag", "said"), WRONG)
+@pytest.mark.parametrize(("rule", "flags", "flag", "message"), WRONG)
 def test_wrong_combinations(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rule: str, flags: str, flag: str, said: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rule: str, flags: str, flag: str, message: str
 ) -> None:
     installed(monkeypatch, "0.1.0", "0.16.1")
     with pytest.raises(ConfigError) as caught:
         parse(tmp_path, f"{MUON} {flags}")
-    assert [p for p in caught.value.problems if p.flag == flag and said in str(p)], caught.value
+    assert [p for p in caught.value.problems if p.flag == flag and message in str(p)], caught.value
 
 
 def test_every_rule_is_broken_somewhere() -> None:
@@ -152,9 +152,13 @@ def test_a_setting_of_muon_without_it_is_an_error(tmp_path: Path) -> None:
 def test_blocks_of_the_layout_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch, "0.1.0", "0.16.1")
     blocks, size = "--muon-tp-mode blockwise", "--tensor-model-parallel-size 2"
-    for flags, ranks, told in ((f"{blocks} {size}", 2, True), (blocks, 1, False), (size, 2, False)):
+    for flags, ranks, reported in (
+        (f"{blocks} {size}", 2, True),
+        (blocks, 1, False),
+        (size, 2, False),
+    ):
         config = parse(tmp_path, f"{MUON} {flags}", ranks)
-        assert any("--muon-tp-mode blockwise" in words for words in config.warnings) is told
+        assert any("--muon-tp-mode blockwise" in words for words in config.warnings) is reported
 
 
 def test_the_head_of_a_critic_is_no_matrix_for_muon() -> None:

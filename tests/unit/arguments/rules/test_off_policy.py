@@ -74,7 +74,7 @@ def test_accepted(tmp_path: Path, flags: str, expected: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         ("--get-mismatch-metrics", "always computed"),
         ("--use-tis --tis-imp-ratio-cap 3",
@@ -92,9 +92,9 @@ def test_accepted(tmp_path: Path, flags: str, expected: dict[str, Any]) -> None:
          "without --sequence-mask-metric product"),
     ],
 )  # fmt: skip
-def test_warnings(tmp_path: Path, flags: str, said: str) -> None:
+def test_warnings(tmp_path: Path, flags: str, message: str) -> None:
     warnings = parse(tmp_path, flags).warnings
-    assert len(warnings) == 1 and said in warnings[0]
+    assert len(warnings) == 1 and message in warnings[0]
 
 
 def test_skyrl_names_are_deprecated_and_work(tmp_path: Path) -> None:
@@ -199,14 +199,14 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(
-    ("rule", "flags", "flag", "said"),
+    ("rule", "flags", "flag", "message"),
     REFUSED,
     ids=[f"{case[0] or 'read'}-{i}" for i, case in enumerate(REFUSED)],
 )
-def test_refused(tmp_path: Path, rule: str, flags: str, flag: str, said: str) -> None:
+def test_refused(tmp_path: Path, rule: str, flags: str, flag: str, message: str) -> None:
     found = problems_of(tmp_path, flags)
     assert [p.flag for p in found] == [flag], "one mistake is told once"
-    assert said in str(found[0])
+    assert message in str(found[0])
 
 
 def test_every_rule_is_broken_somewhere() -> None:

@@ -67,7 +67,7 @@ def on_machine(monkeypatch: pytest.MonkeyPatch, **has: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rule", "flags", "machine", "flag", "said"),
+    ("rule", "flags", "machine", "flag", "message"),
     CASES,
     ids=[f"{c[0]}-{i}" for i, c in enumerate(CASES)],
 )
@@ -78,12 +78,12 @@ def test_wrong_combinations(
     flags: str,
     machine: dict[str, bool],
     flag: str,
-    said: str,
+    message: str,
 ) -> None:
     on_machine(monkeypatch, **machine)
     with pytest.raises(ConfigError) as caught:
         parse_args(complete(tmp_path, *flags.split()), 1)
-    assert [p for p in caught.value.problems if p.flag == flag and said in str(p)], str(
+    assert [p for p in caught.value.problems if p.flag == flag and message in str(p)], str(
         caught.value
     )
 
@@ -129,7 +129,7 @@ def test_types_reach_megatron_core(tmp_path: Path) -> None:
 
 
 def test_warnings(tmp_path: Path) -> None:
-    said = "\n".join(
+    message = "\n".join(
         map(
             str,
             parse_args(
@@ -137,7 +137,7 @@ def test_warnings(tmp_path: Path) -> None:
             ).warnings,
         )
     )
-    assert "--exp-avg-sq-dtype bf16 with --adam-beta2 0.999" in said
+    assert "--exp-avg-sq-dtype bf16 with --adam-beta2 0.999" in message
     offloaded = parse_args(complete(tmp_path, *OFFLOADED.split()), 1)
     assert "saves nothing without a GPU" in "\n".join(map(str, offloaded.warnings))
     assert offloaded.megatron.optimizer.optimizer_offload_fraction == 1.0

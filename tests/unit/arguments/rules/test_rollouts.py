@@ -103,12 +103,14 @@ def test_hooks_of_samples_add_up(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rule", "flags", "flag", "said"), CASES, ids=[f"{case[0]}-{i}" for i, case in enumerate(CASES)]
+    ("rule", "flags", "flag", "message"),
+    CASES,
+    ids=[f"{case[0]}-{i}" for i, case in enumerate(CASES)],
 )
-def test_a_broken_rule(tmp_path: Path, rule: str, flags: str, flag: str, said: str) -> None:
+def test_a_broken_rule(tmp_path: Path, rule: str, flags: str, flag: str, message: str) -> None:
     found = problems_of(complete(tmp_path, *flags.replace("{folder}", str(tmp_path)).split()), 1)
     assert [p.flag for p in found] == [flag], found
-    assert said in str(found[0])
+    assert message in str(found[0])
 
 
 def test_every_rule_is_broken_somewhere() -> None:
@@ -172,7 +174,7 @@ eval:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("datasets: []", "must have 'datasets'"),
         ("sets: [1]\ndatasets: [1]", "unknown key 'sets'"),
@@ -195,11 +197,11 @@ eval:
         ("{", "cannot be read"),
     ],
 )  # fmt: skip
-def test_a_wrong_file_of_evaluation_sets(tmp_path: Path, text: str, said: str) -> None:
+def test_a_wrong_file_of_evaluation_sets(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError) as error:
         read_sets(tmp_path, text)
     assert [p.flag for p in error.value.problems] == ["--eval-config"], error.value
-    assert said in str(error.value)
+    assert message in str(error.value)
 
 
 def test_two_ways_to_name_evaluation_sets(tmp_path: Path) -> None:

@@ -359,7 +359,7 @@ ELSEWHERE |= {"check_indexer_stages"}  # arguments/hf/test_sparse_attention.py
 
 
 @pytest.mark.parametrize(
-    ("rule", "flags", "without", "world_size", "flag", "said"),
+    ("rule", "flags", "without", "world_size", "flag", "wording"),
     CASES,
     ids=[f"{c[0]}-{i}" for i, c in enumerate(CASES)],
 )
@@ -370,11 +370,11 @@ def test_a_broken_rule(
     without: tuple[str, ...],
     world_size: int,
     flag: str,
-    said: str,
+    wording: str,
 ) -> None:
     words = [word.replace("{folder}", str(tmp_path)) for word in flags.split()]
     found = problems_of(complete(tmp_path, *words, without=without), world_size)
-    named = [p for p in found if p.flag == flag and said in str(p)]
+    named = [p for p in found if p.flag == flag and wording in str(p)]
     assert named, "\n".join(map(str, found))
     others = {p.flag for p in found} - {flag}
     assert not others or "check_debug_flags" in rule, "one mistake is told once"
@@ -426,9 +426,9 @@ def test_every_declaration_is_checked(
     words = [word.replace("{folder}", str(tmp_path)) for word in words]
     given = [] if name != "num_rollout" else ["--num-rollout"]
     found = problems_of(complete(tmp_path, *words, without=tuple(given)), 1)
-    told = [p for p in found if p.flag in (flag.name, flag_name(flag.dest))]
+    reported = [p for p in found if p.flag in (flag.name, flag_name(flag.dest))]
     expected = FACTS[name][1] if name in FACTS else flag_name(name)
-    assert any(expected in p.message for p in told), "\n".join(map(str, found))
+    assert any(expected in p.message for p in reported), "\n".join(map(str, found))
 
 
 def test_every_rule_is_broken_somewhere() -> None:
@@ -437,7 +437,7 @@ def test_every_rule_is_broken_somewhere() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "wording"),
     [
         (
             "--policy-loss-type sapo --loss-reduction token_mean",
@@ -483,9 +483,9 @@ def test_every_rule_is_broken_somewhere() -> None:
         ("--advantage-estimator maxrl --rm-type dapo", "gives 1 and -1"),
     ],
 )
-def test_warnings(tmp_path: Path, flags: str, said: str) -> None:
+def test_warnings(tmp_path: Path, flags: str, wording: str) -> None:
     warnings = parse_flags(tmp_path, TWO_STEPS + flags).warnings
-    assert len(warnings) == 1 and said in warnings[0]
+    assert len(warnings) == 1 and wording in warnings[0]
     assert (
         len(
             set(WARNINGS)
@@ -599,7 +599,7 @@ def test_balancing_comes_with_token_budgets(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("gpu", "flags", "environment", "said"),
+    ("gpu", "flags", "environment", "wording"),
     [
         (False, "--attention-backend flash", {}, "requires Transformer Engine layers"),
         (False, "--attention-backend auto", {"NVTE_FLASH_ATTN": "0"}, None),
@@ -616,7 +616,7 @@ def test_attention_backends(
     gpu: bool,
     flags: str,
     environment: dict[str, str],
-    said: str | None,
+    wording: str | None,
 ) -> None:
     """What can be chosen depends on the layers. A second mistake is on the line, so that
     megatron-core need not be there for a GPU."""
@@ -630,8 +630,8 @@ def test_attention_backends(
         for p in problems_of(complete(tmp_path, *flags.split(), "--gamma", "2"), 1)
         if p.flag != "--gamma"
     ]
-    assert [p.flag for p in found] == ([] if said is None else ["--attention-backend"])
-    assert all(said is not None and said in p.message for p in found)
+    assert [p.flag for p in found] == ([] if wording is None else ["--attention-backend"])
+    assert all(wording is not None and wording in p.message for p in found)
 
 
 def rows_file(folder: Path, name: str, rows: list[bytes]) -> Path:
@@ -674,17 +674,17 @@ def test_a_job_that_goes_on_with_fewer_nodes_may_have_fewer_processes(
 ) -> None:
     words = "--actor-num-nodes 2 --actor-num-gpus-per-node 2 --tensor-model-parallel-size 2"
 
-    def said(world_size: int) -> list[str]:
+    def wording(world_size: int) -> list[str]:
         try:
             parse_args(complete(tmp_path, *words.split()), world_size)
         except ConfigError as error:
             return [str(p) for p in error.problems]
         return []
 
-    assert any("2 x 2 processes, and 2 run" in text for text in said(2))
+    assert any("2 x 2 processes, and 2 run" in text for text in wording(2))
     for name in ("TORCHELASTIC_MAX_RESTARTS", "MIN_NODES"):
         with monkeypatch.context() as set_here:
             set_here.setenv(name, "3")
-            assert said(2) == []
-            assert any("2 x 2 processes, and 6 run" in text for text in said(6))
-            assert any("and the model needs at least 2" in text for text in said(1))
+            assert wording(2) == []
+            assert any("2 x 2 processes, and 6 run" in text for text in wording(6))
+            assert any("and the model needs at least 2" in text for text in wording(1))

@@ -67,14 +67,14 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("rule", "flags", "flag", "said"), CASES, ids=[f"{c[0]}-{i}" for i, c in enumerate(CASES)]
+    ("rule", "flags", "flag", "message"), CASES, ids=[f"{c[0]}-{i}" for i, c in enumerate(CASES)]
 )
-def test_a_broken_rule(folder: Path, rule: str, flags: str, flag: str, said: str) -> None:
+def test_a_broken_rule(folder: Path, rule: str, flags: str, flag: str, message: str) -> None:
     words = [word.replace("{folder}", str(folder)) for word in flags.split()]
     with pytest.raises(ConfigError) as caught:
         parse_args(["--hf-checkpoint", str(folder / "hf"), *words], 1, SERVER)
     assert [p.flag for p in caught.value.problems] == [flag]
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_every_rule_is_broken_somewhere() -> None:

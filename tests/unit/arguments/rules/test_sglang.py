@@ -96,12 +96,18 @@ NEEDS_MORE = {"check_server_checkpoint"}  # --hf-checkpoint is a folder, by anot
 
 
 @pytest.mark.parametrize(
-    ("rule", "flags", "flag", "said"), REFUSED, ids=[f"{c[0]}-{i}" for i, c in enumerate(REFUSED)]
+    ("rule", "flags", "flag", "message"),
+    REFUSED,
+    ids=[f"{c[0]}-{i}" for i, c in enumerate(REFUSED)],
 )
-def test_refused(tmp_path: Path, python: str, rule: str, flags: str, flag: str, said: str) -> None:
+def test_refused(
+    tmp_path: Path, python: str, rule: str, flags: str, flag: str, message: str
+) -> None:
     words = flags.replace("{python}", python).replace("{folder}", str(tmp_path)).split()
     found = problems_of(complete(tmp_path, *words))
-    assert [p.flag for p in found] == [flag] and said in str(found[0]), "\n".join(map(str, found))
+    assert [p.flag for p in found] == [flag] and message in str(found[0]), "\n".join(
+        map(str, found)
+    )
 
 
 def test_every_rule_is_broken_somewhere() -> None:

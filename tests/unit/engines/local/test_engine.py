@@ -293,20 +293,20 @@ def test_an_end_with_the_last_allowed_token_is_an_end(built: Built) -> None:
     engine.update_weights(built.weights(), version=0)
     requests, ends = _requests(16, n_samples=2), set()
     for stops in ({"stop_token_ids": (7,)}, {"stop": ("C",)}):
-        for request, whole in zip(
+        for request, full_one in zip(
             requests,
             engine.generate(requests, SamplingParams(max_new_tokens=24, **stops)),
             strict=True,
         ):
-            limit = len(whole.tokens)
-            if whole.finish_reason == "stop" and 1 < limit < 24:
+            limit = len(full_one.tokens)
+            if full_one.finish_reason == "stop" and 1 < limit < 24:
                 (same,) = engine.generate([request], SamplingParams(max_new_tokens=limit, **stops))
                 (less,) = engine.generate(
                     [request], SamplingParams(max_new_tokens=limit - 1, **stops)
                 )
-                assert (same.tokens, same.finish_reason) == (whole.tokens, "stop")
-                assert (less.tokens, less.finish_reason) == (whole.tokens[:-1], "length")
-                ends.add(whole.tokens[-1])
+                assert (same.tokens, same.finish_reason) == (full_one.tokens, "stop")
+                assert (less.tokens, less.finish_reason) == (full_one.tokens[:-1], "length")
+                ends.add(full_one.tokens[-1])
     assert ends >= {1, 7, _tokenizer().convert_tokens_to_ids("C")}
 
 
@@ -418,16 +418,22 @@ def test_stop_strings(built: Built) -> None:
     )  # three letters in the middle of one response
     stopped = engine.generate(requests, SamplingParams(max_new_tokens=24, stop=("\n", stop)))
     assert any(stop in text for text in texts)
-    for output, text, whole in zip(stopped, texts, free, strict=True):
+    for output, text, full_one in zip(stopped, texts, free, strict=True):
         if stop in text:
             assert tokenizer.decode(output.tokens) == text[: text.index(stop) + len(stop)]
             assert output.finish_reason == "stop"
         else:
-            assert (output.tokens, output.finish_reason) == (whole.tokens, whole.finish_reason)
+            assert (output.tokens, output.finish_reason) == (
+                full_one.tokens,
+                full_one.finish_reason,
+            )
             # responses that end leave the batch, whose size decides how products of matrices are
             # rounded
             torch.testing.assert_close(
-                torch.tensor(output.log_probs), torch.tensor(whole.log_probs), rtol=1e-5, atol=1e-5
+                torch.tensor(output.log_probs),
+                torch.tensor(full_one.log_probs),
+                rtol=1e-5,
+                atol=1e-5,
             )
 
 
@@ -504,7 +510,7 @@ def test_an_aborted_request_returns_what_it_has(built: Built) -> None:
     requests = _requests(4)
     sampling = SamplingParams(max_new_tokens=60, temperature=2.0)
     engine = built.another(local_batch_size=3)
-    whole = built.engine.generate(requests, sampling)
+    full_one = built.engine.generate(requests, sampling)
 
     async def scenario() -> list[GenerateOutput]:
         tasks = [asyncio.create_task(engine.generate_one(r, sampling)) for r in requests]
@@ -516,16 +522,16 @@ def test_an_aborted_request_returns_what_it_has(built: Built) -> None:
     outputs = asyncio.run(scenario())
     assert [o.finish_reason for o in outputs] == [
         "abort",
-        whole[1].finish_reason,
-        whole[2].finish_reason,
+        full_one[1].finish_reason,
+        full_one[2].finish_reason,
         "abort",
     ]
     assert (
-        0 < len(outputs[0].tokens) < len(whole[0].tokens)
-        and outputs[0].tokens == whole[0].tokens[: len(outputs[0].tokens)]
+        0 < len(outputs[0].tokens) < len(full_one[0].tokens)
+        and outputs[0].tokens == full_one[0].tokens[: len(outputs[0].tokens)]
     )
     assert len(outputs[0].log_probs) == len(outputs[0].tokens) and outputs[0].failure is None
-    assert outputs[3].tokens == () and outputs[1].tokens == whole[1].tokens
+    assert outputs[3].tokens == () and outputs[1].tokens == full_one[1].tokens
 
 
 def test_weights_replaced_in_a_pause_show_in_the_versions(built: Built) -> None:

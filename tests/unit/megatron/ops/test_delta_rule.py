@@ -68,9 +68,9 @@ def with_gradients(function: object, tensors: Sequence[Tensor]) -> list[Tensor]:
 @pytest.mark.parametrize("lengths", [(37,), (1, 16, 17), (5, 40, 3, 16, 33)])
 def test_packed_rows_are_the_papers_loop_on_each_sequence(lengths: tuple[int, ...]) -> None:
     tensors = inputs(sum(lengths))
-    mine = with_gradients(lambda x: rule(x, rows_of(lengths)), tensors)
+    local = with_gradients(lambda x: rule(x, rows_of(lengths)), tensors)
     loops = with_gradients(lambda x: split_loop(x, lengths), tensors)
-    for ours, theirs in zip(mine, loops, strict=True):
+    for ours, theirs in zip(local, loops, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-11 * float(theirs.abs().max()))
 
 

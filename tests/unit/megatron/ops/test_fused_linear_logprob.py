@@ -251,9 +251,9 @@ def test_no_tensor_is_as_large_as_the_logits(monkeypatch: pytest.MonkeyPatch) ->
         )
         (log_probs.sum() + entropy.sum()).backward()
     assert lean.largest == 2 * 1024
-    with LargestTensor() as whole:
+    with LargestTensor() as full_one:
         through_logits(hidden, weight, torch.arange(64), vocab_size=512)
-    assert whole.largest == 64 * 512
+    assert full_one.largest == 64 * 512
 
 
 @pytest.mark.parametrize("uses", ["both", "log_probs", "entropy"])
