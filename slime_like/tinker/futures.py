@@ -68,7 +68,10 @@ class Request:
             request.result = result or b""
             request.done.set()
         elif body is not None:
-            request.body = codec.decode(body)
+            try:
+                request.body = codec.decode(body)
+            except ValueError:
+                request.body = {"refusal": "another version of the server wrote it; send it again"}
         return request
 
 

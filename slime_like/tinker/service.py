@@ -24,6 +24,7 @@ from slime_like.tinker.model_registry import (
 from slime_like.tinker.operations import ServerOperations, snapshot_removed
 from slime_like.tinker.request_queue import Dispatcher, request_id
 from slime_like.tinker.sampling import sample_body
+from slime_like.tinker.serializers import as_strings
 from slime_like.tinker.session_manager import SessionManager
 
 ModelBody = (  # names a model and a sequence number
@@ -374,7 +375,7 @@ def save_request(
         "name": body.path,
         "ttl_seconds": body.ttl_seconds,
         "overwrite": overwrite,
-        "user_metadata": getattr(body, "user_metadata", None),
+        "user_metadata": as_strings(getattr(body, "user_metadata", None)),
     }
 
 

@@ -1,5 +1,4 @@
-"""What goes over the wire: our protobuf table is the SDK's, frames come back as they were, bad
-bodies of bytes are told apart."""
+"""What goes over the wire: our protobuf table is the SDK's, and bad bodies are told apart."""
 
 from __future__ import annotations
 
@@ -7,7 +6,7 @@ import pytest
 from google.protobuf import descriptor_pb2
 from tinker.proto import tinker_public_pb2
 
-from slime_like.tinker import codec, proto
+from slime_like.tinker import proto
 from slime_like.tinker.data import parse_request
 from slime_like.tinker.errors import HttpError
 
@@ -29,29 +28,6 @@ def test_the_messages_are_those_of_the_sdk() -> None:
         if message.name in ours:
             assert message == ours[message.name]
     assert list(theirs.enum_type) == list(proto.file_of_messages().enum_type)
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        None,
-        1,
-        -0.5,
-        "é\ud800",
-        b"",
-        [b"\x00\xff", [b"x" * 1000]],
-        {"a": {"b": b"1", "c": [1, None, True]}},
-    ],
-)
-def test_frames_come_back(value: object) -> None:
-    assert codec.decode(codec.encode(value)) == value
-
-
-def test_what_is_not_plain_is_not_framed() -> None:
-    with pytest.raises(TypeError):
-        codec.encode({"a": object()})
-    with pytest.raises(ValueError, match="has the key"):
-        codec.encode({codec.BYTES: 0})
 
 
 @pytest.mark.parametrize(
