@@ -134,11 +134,11 @@ class Server(ThreadingHTTPServer):
 
 
 class FakeServer:
-    """pace_s: seconds that each token of a rollout's /generate call takes, told by its body; an
+    """pace_s: seconds that each token of a rollout's /generate call takes, known by its body; an
     abort then gives what there is, one token at least. seen: (path, body) of every POST, in order.
     faults: of the next /generate calls of rollouts, one each; None: a right answer. hung: no call
     is answered, not even probes. spoil: applied to weights that are loaded. workers: addresses that
-    it names as a router would. info: what /server_info tells. tokenizer: of texts; without one they
+    it names as a router would. info: the answer of /server_info. tokenizer: of texts; without one they
     are refused."""
 
     def __init__(self, model: str, port: int = 0, host: str = "127.0.0.1") -> None:

@@ -1,4 +1,4 @@
-"""tinker-cookbook in an environment of its own ($COOKBOOK_ENV, `make cookbook-env`), for the tests
+"""tinker-cookbook in its own environment ($COOKBOOK_ENV, `make cookbook-env`), for the tests
 that `make test-cookbook` runs."""
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ def test_the_librarys_loops(demo: Path, cookbook: Cookbook, tmp_path: Path) -> N
 
 
 def test_the_recipes(demo: Path, cookbook: Cookbook, tmp_path: Path) -> None:
-    """recipes.sl_loop teaches the form of an answer, recipes.rl_loop goes on from its state: data
+    """recipes.sl_loop teaches the form of an answer, recipes.rl_loop continues from its state: data
     and model lie under their hub names."""
     rng = random.Random(0)
     asked = [rng.randrange(10) for _ in range(512)]
@@ -132,7 +132,7 @@ def test_the_recipes(demo: Path, cookbook: Cookbook, tmp_path: Path) -> None:
         )
         nll = column(supervised, "train_mean_nll")
         assert nll[0] > 4 and nll[-1] < 1
-        # a recipe goes on from the last state in its folder
+        # a recipe continues from the last state in its folder
         last = rows(supervised / "checkpoints.jsonl")[-1]
         write(tmp_path / "rl_loop" / "checkpoints.jsonl", [{**last, "batch": 0}])
         learned = recipe(

@@ -37,7 +37,7 @@ COMMON = (
 
 def gradients(backend: MegatronBackend) -> dict[str, Tensor]:
     """Of every trained parameter, whole, by Hugging Face name: they are exported in the parameters'
-    place, beside the values of others."""
+    place, next to the values of others."""
     backend.trained.reduce_gradients()
     every = (p for chunk in backend.policy.chunks for p in chunk.parameters())
     parameters = [p for p in every if p.requires_grad]

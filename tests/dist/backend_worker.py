@@ -206,7 +206,7 @@ def check_non_finite(folder: str, ref: str, layout: ParallelLayout, out: str) ->
 
 
 def check_adaptive_entropy(folder: str, layout: ParallelLayout, out: str) -> dict[str, Any]:
-    """Two optimizer steps with a bonus that has to rise, and a second trainer that goes on from the
+    """Two optimizer steps with a bonus that has to rise, and a second trainer that continues from the
     first one's state."""
     flags = (
         "--entropy-ctrl-type adaptive --entropy-target 100 --entropy-coef 0.001 "
@@ -263,7 +263,7 @@ ONE_PASS = {
 
 
 def check_one_pass(folder: str, layout: ParallelLayout, out: str, flags: str) -> dict[str, Any]:
-    """A rollout whose old log-probs are those of its training pass, and of a pass of their own:
+    """A rollout whose old log-probs are those of its training pass, and of a separate pass:
     (metrics, weights and optimizer state) of each."""
     found = []
     for old_is_current in (True, False):

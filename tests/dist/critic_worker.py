@@ -121,7 +121,7 @@ def train(folder: str, layout: ParallelLayout, flags: str, out: str) -> dict[str
 
 
 def skipped(folder: str, layout: ParallelLayout, flags: str) -> dict[str, Any]:
-    """A NaN in one gradient of the last rank: every rank skips, and the policy goes on."""
+    """A NaN in one gradient of the last rank: every rank skips, and the policy continues."""
     backend = make_backend(folder, layout, flags)
     assert backend.critic is not None
     gate = SkippedStepGuard(patience=3, owner="critic's ")

@@ -42,7 +42,7 @@ class FamilyLayouts:
         return self._launch(ranks, cells, folder)
 
     def _run_on_one_process(self, family: str) -> None:
-        """Once; its numbers lie beside the model."""
+        """Once; its numbers lie next to the model."""
         if family not in self._models:
             model = self.folder / family.replace(" ", "-")
             self._models[family] = str(model)

@@ -88,7 +88,7 @@ def bits_of(backend: MegatronBackend) -> dict[str, str]:
 
 
 def there_and_back(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str, Any]:
-    """By case: the three steps after the checkpoint of local layers that went on, of Transformer
+    """By case: the three steps after the checkpoint of local layers that continued, of Transformer
     Engine's that took it up, and of local ones that took up what those saved; and the names on the
     disk."""
     found = {}

@@ -70,7 +70,7 @@ def arrays(seed: int) -> list[dict[str, np.ndarray[Any, Any]]]:
 
 
 def critic_command(seed: int) -> dict[str, Any]:
-    """What the workers are told of a critic's pass, but for the model."""
+    """The workers' input for a critic's pass, but for the model."""
     datums = arrays(seed)
     return {
         "forward_only": False,
@@ -127,7 +127,7 @@ def start_from_noise(host: ModelHost) -> None:
 
 
 def train(host: ModelHost) -> dict[str, Any]:
-    """Steps of two passes each; gradients as the optimizer gets them, norms, what the passes tell,
+    """Steps of two passes each; gradients as the optimizer gets them, norms, what the passes report,
     what is trained at the end. In between the policy on the same base takes a pass."""
     reported: list[Any] = []
     gradients: dict[str, Tensor] = {}

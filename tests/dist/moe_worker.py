@@ -87,7 +87,7 @@ def with_routed_experts(backend: MegatronBackend, batch: TrainBatch) -> TrainBat
 
 
 def run_cases(rank: int, world_size: int, arguments: dict[str, Any]) -> None:
-    """For every case, by name, what `three_steps` tells. Rank 0 writes it to `out`."""
+    """For every case, by name, what `three_steps` returns. Rank 0 writes it to `out`."""
     results: dict[str, Any] = {}
     for name, (folder, flags) in arguments["cases"].items():
         with WithoutFloat32(), parallel(**sizes_of(flags)) as layout:

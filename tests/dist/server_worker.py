@@ -55,7 +55,7 @@ class Host:
 
 
 def errors_are_agreed(rank: int, world_size: int, arguments: dict[str, Any]) -> Any:
-    """Without collectives in between: every rank hears of it, and all go on with the next command."""
+    """Without collectives in between: every rank hears of it, and all continue with the next command."""
     commands: list[dict[str, Any]] = [
         {"id": "1", "op": "sum", "data": b"\x00\xff" * 100_000},
         {"id": "2", "op": "sum", "refused_on": [0, 1]},

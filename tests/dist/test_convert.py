@@ -302,7 +302,7 @@ def test_a_head_that_a_tied_model_would_lose_is_refused(
 def test_two_models_in_one_folder_are_refused(
     alone: Any, folders: dict[str, str], tmp_path: Path
 ) -> None:
-    """A model that was saved again in one file, beside the index of the older one."""
+    """A model that was saved again in one file, next to the index of the older one."""
     copy = tmp_path / "both"
     shutil.copytree(folders["qwen2-tied"], copy)
     weights = convert_worker.stored_weights(folders["qwen2-tied"])

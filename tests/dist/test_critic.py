@@ -221,7 +221,7 @@ def test_a_classifier_of_sequences_has_no_bias(
 def test_a_policy_is_not_made_of_a_critic(
     alone: Any, files: dict[str, str], tmp_path: Path
 ) -> None:
-    """The config of the policy beside the tensors of the critic."""
+    """The config of the policy next to the tensors of the critic."""
     (tmp_path / "config.json").write_text((Path(files["model"]) / "config.json").read_text())
     (tmp_path / "model.safetensors").write_bytes(
         (Path(files["model"]) / "critic" / "model.safetensors").read_bytes()

@@ -1,4 +1,4 @@
-"""Policy and critic in layouts of their own, against one process, in float64."""
+"""Policy and critic in their own layouts, against one process, in float64."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "GLM-4-9B": ("Glm4ForCausalLM", {"attention_bias": False, "tie_word_embeddings": True}),
 }
 # Not against transformers: too few heads of the indexer for distinct scores, since ReLU makes many
-# of them 0. transformers' topk breaks such ties in an order of its own, ours by position.
+# of them 0. transformers' topk breaks such ties in its own order, ours by position.
 TIES = {"tied index scores": ("DeepseekV32ForCausalLM", {"index_n_heads": 2})}
 CASES = {**{name: (name, {}) for name in model_families.names()}, **VARIANTS}
 # relative to a tensor's norm; see `apart`. In float32 three times the rounding of transformers is

@@ -47,7 +47,7 @@ def go_together(names: tuple[str, ...]) -> bool:
         return "TP2 SP" in names
     return "EP2" not in names or not {"PP2", "TP2 SP"} & set(
         names
-    )  # without a size of their own experts are cut as TP cuts: four ranks
+    )  # without their own size experts are cut as TP cuts: four ranks
 
 
 def covering(axes: tuple[tuple[str, ...], ...]) -> list[tuple[str, ...]]:

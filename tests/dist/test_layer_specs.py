@@ -1,4 +1,4 @@
-"""A checkpoint of megatron-core's local layers goes on in its Transformer Engine layers, and the
+"""A checkpoint of megatron-core's local layers continues in its Transformer Engine layers, and the
 other way round: weights, Adam, and the next three steps. Transformer Engine itself is stood in for
 by layers of plain torch with its names; megatron-core's own code for it says what they are called
 in checkpoints. See transformer_engine_layers.py.

@@ -232,7 +232,7 @@ def test_layouts_train_the_adapter_of_one_process(
 
 @pytest.mark.slow
 def test_experts_and_the_output_layer(alone: Any, files: dict[str, str], tmp_path: Path) -> None:
-    """Every linear layer of a mixture of experts, and an output layer with a weight of its own."""
+    """Every linear layer of a mixture of experts, and an output layer with its own weight."""
     files = {**files, "model": files["experts"]}
     one = worker.train(files["model"], alone, EVERYTHING)
     assert (

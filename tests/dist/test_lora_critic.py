@@ -25,7 +25,7 @@ from tests.dist.float64 import EXACT  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("float64")
 
-WIRE = 1e-6  # values and losses are told in float32
+WIRE = 1e-6  # values and losses are reported in float32
 LAYOUTS = {
     "TP2": "--tensor-model-parallel-size 2",
     "TP2 SP": "--tensor-model-parallel-size 2 --sequence-parallel",
@@ -100,7 +100,7 @@ def test_one_process_takes_the_steps_of_plain_autograd(
 ) -> None:
     """Values, losses, gradients of every factor and of the head, norms, and all of them after two
     steps of AdamW on a clipped gradient. A new critic gives values of 0. The base stays as it is
-    bit by bit, and so does the policy's adapter, which has gradients of its own waiting."""
+    bit by bit, and so does the policy's adapter, which has its own gradients waiting."""
     host = worker.make_host(model, alone)
     assert scores(worker.critic_pass(host, 0, forward_only=True)).tolist() == [0.0] * sum(
         worker.LENGTHS

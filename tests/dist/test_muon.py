@@ -114,7 +114,7 @@ def test_two_steps_are_those_of_the_paper(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """With what one process makes of each beside it."""
+    """With what one process makes of each next to it."""
     folder = tmp_path_factory.mktemp("models")
     made = {"dense": str(folder / "dense"), "experts": str(folder / "experts")}
     make_model(folder / "dense", seed=3)
@@ -163,7 +163,7 @@ def full_run(work: Path) -> Result:
 
 
 def in_parts(work: Path, names: Sequence[str]) -> Result:
-    """Each step goes on from the checkpoint of the one before it."""
+    """Each step continues from the checkpoint of the one before it."""
     folder = str(work / "-".join(names))
     parts = [
         run_layout(
@@ -181,13 +181,13 @@ def in_parts(work: Path, names: Sequence[str]) -> Result:
     )
 
 
-def test_a_run_that_was_stopped_goes_on_with_the_same_bits(work: Path, full_run: Result) -> None:
+def test_a_run_that_was_stopped_continues_with_the_same_bits(work: Path, full_run: Result) -> None:
     parts = in_parts(work, [ONE_PROCESS] * 3)
     assert (parts.losses, parts.grad_norms) == (full_run.losses, full_run.grad_norms)
     assert all(torch.equal(parts.weights[name], w) for name, w in full_run.weights.items())
 
 
-def test_a_checkpoint_goes_on_in_other_layouts(work: Path, full_run: Result) -> None:
+def test_a_checkpoint_continues_in_other_layouts(work: Path, full_run: Result) -> None:
     parts = in_parts(work, ["TP2", "PP2", "DP2"])
     row = compare("TP2, PP2, DP2", full_run, parts)
     assert row.holds, row

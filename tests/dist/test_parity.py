@@ -29,7 +29,7 @@ IN_MAKE_TEST = (
 )  # a run of train.py for each; tests/dist/test_parity_matrix.py has more layouts, in processes that serve them all
 SAPO = ("--policy-loss-type", "sapo")
 PPO = ("--policy-loss-type", "ppo")
-# beside the two losses, what changes how token losses are made, weighted or summed
+# besides the two losses, what changes how token losses are made, weighted or summed
 VARIANTS = {
     "dual clip": (*PPO, "--eps-clip-c", "1.5"),
     "sequence_mean": (*SAPO, "--loss-reduction", "sequence_mean"),
@@ -91,7 +91,7 @@ def test_variants_of_the_loss(run_once: RunOnce, variant: str, name: str) -> Non
 
 
 @pytest.mark.slow
-def test_another_loss_is_told_apart(run_once: RunOnce) -> None:
+def test_another_loss_is_distinguished(run_once: RunOnce) -> None:
     """The comparison can fail: a run with another KL weight is far outside the limit."""
     base = run_once(ONE_PROCESS, SAPO)
     assert not compare(

@@ -114,7 +114,7 @@ def test_figures_of_other_code_do_not_count(
     assert run_matrix([cell], folder) == [figures(cell)] and seen == [[cell]]
 
 
-def test_a_cell_that_ends_its_launch_is_told_and_the_others_go_on(
+def test_a_cell_that_ends_its_launch_is_reported_and_the_others_continue(
     folder: Folder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cells = [Cell("TP2", loss, "packed") for loss in ("ppo", "gspo", "gmpo", "cispo")]

@@ -187,7 +187,7 @@ def alone() -> Iterator[Any]:
         dist.destroy_process_group()
 
 
-def test_a_sequence_beyond_the_budget_is_told_once(
+def test_a_sequence_beyond_the_budget_is_reported_once(
     alone: Any, files: dict[str, str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     worker.train(files["folder"], alone, f"{DYNAMIC} 20", tmp_path)

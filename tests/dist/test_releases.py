@@ -1,7 +1,7 @@
-"""A checkpoint of one release of megatron-core goes on under another one, and back: the numbers of
+"""A checkpoint of one release of megatron-core continues under another one, and back: the numbers of
 a run that was never stopped, to 1e-5.
 
-The other release is in an environment of its own, with a Python of its own: `make newest-env`, or
+The other release is in its own environment, with its own Python: `make newest-env`, or
 OTHER_PYTHON=/path/to/python.
 """
 
@@ -50,7 +50,7 @@ def other() -> str:
 def whole_and_in_parts(
     layout: str, other: str, folder: Path, flags: list[str]
 ) -> tuple[Result, Result]:
-    """A run of one process that is never stopped; and one in `layout`, each of whose steps goes on
+    """A run of one process that is never stopped; and one in `layout`, each of whose steps continues
     from the checkpoint of the step before it, the second step under the other release."""
     make_rollouts(str(folder / "rollout_{rollout_id}"))
     base = run_layout(ONE_PROCESS, LAYOUTS[ONE_PROCESS], folder, flags)
@@ -73,7 +73,7 @@ def whole_and_in_parts(
 
 
 @pytest.mark.parametrize("layout", [ONE_PROCESS, "DP2 distributed optimizer"])
-def test_a_checkpoint_goes_on_under_another_release_and_back(
+def test_a_checkpoint_continues_under_another_release_and_back(
     layout: str, other: str, tmp_path: Path
 ) -> None:
     make_model(tmp_path / "model", seed=3)
@@ -90,7 +90,7 @@ def test_a_checkpoint_goes_on_under_another_release_and_back(
 def test_so_do_experts_and_a_layer_of_multi_token_prediction(
     family: str, settings: dict[str, int], other: str, tmp_path: Path
 ) -> None:
-    """With latent attention, and with gated delta nets, whose tensors have names of their own."""
+    """With latent attention, and with gated delta nets, whose tensors have their own names."""
     for name, seed in (("model", 3), ("ref", 4)):
         make_tiny_model(family, tmp_path / name, seed=seed, **settings)
     flags = ["--mtp-num-layers", "1", "--enable-mtp-training"]

@@ -69,7 +69,7 @@ def exchange(rank: int, world: int, arguments: dict[str, Any]) -> dict[str, int]
     own = [made(i) for i in range(COUNT) if holders[i] == rank]
     known = share_index(own, holders)
     assert [isinstance(s, RemoteSample) for s in known] == [h != rank for h in holders]
-    # two ranks to a part where there are four, and a critic in a layout of its own
+    # two ranks to a part where there are four, and a critic in its own layout
     policy = Sharing(np.arange(world) % max(1, world // 2), np.arange(COUNT) % max(1, world // 2))
     critic = Sharing(np.arange(world), np.arange(COUNT) * world // COUNT)
     sharings = [policy, critic]

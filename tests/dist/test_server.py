@@ -8,7 +8,7 @@ from unittest.mock import ANY
 from benchmarks.parity.ranks import run_ranks
 
 
-def test_ranks_agree_on_errors_and_go_on(tmp_path: Path) -> None:
+def test_ranks_agree_on_errors_and_continue(tmp_path: Path) -> None:
     first, second = run_ranks(
         "tests.dist.server_worker:errors_are_agreed", 2, tmp_path, {}, timeout_s=150
     )

@@ -1,4 +1,4 @@
-"""Models of the server that wait in host memory: they hold nothing on the device, and go on bit by
+"""Models of the server that wait in host memory: they hold nothing on the device, and continue bit by
 bit."""
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def trained(model: Path, *flags: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "precision", [(), ("--bf16", "--use-distributed-optimizer")], ids=["fp32", "bf16-distributed"]
 )
-def test_models_that_wait_hold_nothing_and_go_on_bit_by_bit(
+def test_models_that_wait_hold_nothing_and_continue_bit_by_bit(
     model: Path, precision: tuple[str, ...]
 ) -> None:
     """Gradients that wait for a step, moments and weights go to host memory and come back; an

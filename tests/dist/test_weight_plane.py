@@ -14,7 +14,7 @@ from benchmarks.parity.ranks import run_ranks
 from benchmarks.simulated_ranks import LayoutSizes
 
 HIDDEN, BUCKET_BYTES = 32, 2**15
-LARGEST = 4096 * HIDDEN * 2  # the embedding, a bucket of its own
+LARGEST = 4096 * HIDDEN * 2  # the embedding, in its own bucket
 
 
 @pytest.fixture(scope="module")

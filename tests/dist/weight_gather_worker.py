@@ -29,7 +29,7 @@ def check_layouts(rank: int, world_size: int, arguments: dict[str, Any]) -> dict
 
     Returns:
         By layout and way: "names" that this rank got, "calls" of collectives, each counted once
-        over its ranks, "peak" of live bytes beside the model, "messages" and bytes of the largest.
+        over its ranks, "peak" of live bytes next to the model, "messages" and bytes of the largest.
     """
     folder, found = arguments["folder"], {}
     stored = stored_weights(folder)

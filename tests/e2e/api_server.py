@@ -158,7 +158,7 @@ def tokens(length: int, seed: int) -> list[int]:
 def datum(
     length: int, seed: int, *, targets: Sequence[int] | None = None, **inputs: Any
 ) -> types.Datum:
-    """Random tokens, each scored on the next, and arrays beside them."""
+    """Random tokens, each scored on the next, and arrays next to them."""
     row = tokens(length + 1, seed)
     arrays = {name: np.asarray(value, dtype=np.float32) for name, value in inputs.items()}
     wanted = np.asarray(row[1:] if targets is None else targets, dtype=np.int64)

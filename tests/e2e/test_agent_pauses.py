@@ -71,7 +71,7 @@ def versions(sample: Sample) -> list[int]:
 def test_agents_wait_for_the_next_rollout(
     server: TrainServer, work: Workspace, tmp_path: Path, ranks: int
 ) -> None:
-    """Episodes that a rollout does not need go on in the next one under new weights: each begins
+    """Episodes that a rollout does not need continue in the next one under new weights: each begins
     once and is trained on once, with the version of each token; a resumed run begins those again that
     waited when it was saved."""
     log = tmp_path / "log_of_agents"
@@ -136,7 +136,7 @@ def test_programs_wait_for_the_next_rollout(
 def test_agents_wait_while_servers_have_new_weights(
     server: TrainServer, work: Workspace, tmp_path: Path, ranks: int, slices: int | None
 ) -> None:
-    """What a rollout does not need is aborted on the server, in the middle of an answer, and goes on
+    """What a rollout does not need is aborted on the server, in the middle of an answer, and continues
     in the next one; with --rollout-slice-len, in rounds of all ranks."""
     log = tmp_path / "log_of_agents"
     (tmp_path / "agent.py").write_text(AGENT.format(log=str(log)))

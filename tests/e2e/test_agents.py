@@ -123,7 +123,7 @@ def test_an_agent_learns_over_two_turns(
     server: TrainServer, work: Workspace, tmp_path: Path
 ) -> None:
     """From random weights: the mean reward of both turns rises from below 0.4 to above 0.8. On two
-    cores its 25 rollouts took 66 s beside other jobs."""
+    cores its 25 rollouts took 66 s next to other jobs."""
     write_task(tmp_path)
     flags = dict(
         hf_checkpoint=tmp_path / "model", prompt_data=tmp_path / "prompts.jsonl", input_key="text", apply_chat_template=None,

@@ -64,7 +64,7 @@ def resumes(
     ranks: int = 1,
     **more: Any,
 ) -> None:
-    """The same command line goes on from step `least` or later, and ends as a run that was never
+    """The same command line continues from step `least` or later, and ends as a run that was never
     interrupted."""
     done = server.train(
         flags(work, out, save=root, load=root, save_interval=2, **more),
@@ -231,7 +231,7 @@ def test_killed_at_10_random_instants(
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.extended)])
-def test_sigterm_saves_and_ends_with_a_status_of_its_own(
+def test_sigterm_saves_and_ends_with_its_own_status(
     server: TrainServer, work: Workspace, full_run: Path, tmp_path: Path, ranks: int
 ) -> None:
     """It reaches one rank only: all stop after the same rollout."""
@@ -378,7 +378,7 @@ def test_going_on_after_a_failed_save(
     assert complete_steps(root) == [1, 2, 3, 4], "the one of the run before"
 
 
-def test_a_disk_that_will_not_hold_it_is_told_before_anything_is_written(
+def test_a_disk_that_will_not_hold_it_is_reported_before_anything_is_written(
     server: TrainServer, work: Workspace, tmp_path: Path
 ) -> None:
     root = tmp_path / "checkpoints"

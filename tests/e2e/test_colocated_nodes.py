@@ -67,7 +67,7 @@ def test_a_server_on_each_node(
 
 @pytest.mark.slow
 def test_a_server_and_then_a_node_are_lost(work: Workspace, tmp_path: Path, python: Path) -> None:
-    """The server on the other node is started again there; without the node the run goes on with
+    """The server on the other node is started again there; without the node the run continues with
     the one that is left."""
     out, ck = tmp_path / "out", tmp_path / "ck"
     argv = work.flags(

@@ -186,7 +186,7 @@ def test_a_script_starts_under_torchrun(models: Path, tmp_path: Path) -> None:
     )
 
 
-def test_interrupted_conversion_goes_on(
+def test_interrupted_conversion_continues(
     server: TrainServer, models: Path, converted: Path, tmp_path: Path
 ) -> None:
     """One whole file is kept, one with a flipped byte and a partial one are written again; there is
@@ -281,7 +281,7 @@ def test_wrong_templates_and_flags_are_named(
     assert not out.exists() and not new.exists()
 
 
-def test_a_conversion_that_is_wrong_is_told(
+def test_a_conversion_that_is_wrong_is_reported(
     server: TrainServer, models: Path, converted: Path, tmp_path: Path
 ) -> None:
     """Both judges find two exchanged tensors."""
@@ -297,7 +297,7 @@ def test_a_conversion_that_is_wrong_is_told(
         assert f"--verify {kind}: " in refused(done, 1) and words in done.err
 
 
-def test_inspect_tells_health(
+def test_inspect_reports_health(
     server: TrainServer, models: Path, converted: Path, tmp_path: Path
 ) -> None:
     root = tmp_path / "ck"

@@ -1,4 +1,4 @@
-"""train.py with a critic in a layout of its own: the run of one process, resuming bit by bit, and
+"""train.py with a critic in its own layout: the run of one process, resuming bit by bit, and
 resuming in other layouts."""
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def layouts_of(out: str) -> tuple[str, str]:
 def test_one_and_one_are_two_in_both_layouts(
     server: TrainServer, work: Workspace, tmp_path: Path, pair: str
 ) -> None:
-    """Bit by bit, dropout included: each layout has random states of its own."""
+    """Bit by bit, dropout included: each layout has its own random states."""
     words, ranks = PAIRS[pair]
     one, two, root = tmp_path / "one", tmp_path / "two", tmp_path / "checkpoints"
 

@@ -137,7 +137,7 @@ def test_a_resumed_run_draws_what_an_unbroken_one_draws(
 def test_rollouts_that_were_sampled_ahead_resume_or_are_lost(
     server: TrainServer, work: Workspace, tmp_path: Path, sources: Path
 ) -> None:
-    """The source was saved behind them: a run that may not train on them goes on from there."""
+    """The source was saved behind them: a run that may not train on them continues from there."""
     flags: dict[str, Any] = {"data_source_path": f"{sources}:Inherited", "num_rollout": 3}
     ahead = {"async_rollout": "", "use_tis": "", "save_interval": 2}
     first_ids = {}
@@ -162,7 +162,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_is_wrong_with_a_source_is_told(
+def test_what_is_wrong_with_a_source_is_reported(
     name: str, server: TrainServer, work: Workspace, tmp_path: Path, sources: Path
 ) -> None:
     words, more = WRONG[name]

@@ -42,7 +42,7 @@ def start(folder: Path, rank: int) -> subprocess.Popen[str]:
 def test_ranks_at_one_place_are_shown_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """They go on afterwards, and their files stay; one that is stopped is named."""
+    """They continue afterwards, and their files stay; one that is stopped is named."""
     ranks = [start(tmp_path, rank) for rank in range(3)]
     folder = tmp_path / FOLDER
     try:

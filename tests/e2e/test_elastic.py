@@ -19,7 +19,7 @@ from tests.e2e.programs import Done, TrainServer, free_port
 
 ROLLOUTS = 7
 # train.py; on the node that is lost, in its first start, the agent is killed there. The other one,
-# alone, waits in its third rollout until it is told that the node is back
+# alone, waits in its third rollout until it hears that the node is back
 PROGRAM = """
 import os, signal, sys, time
 from pathlib import Path
@@ -99,7 +99,7 @@ def nodes(folder: Path, argv: list[str], lost_in: str, in_memory: bool) -> Itera
 
 
 @pytest.mark.extended
-def test_a_killed_run_goes_on_from_memory(
+def test_a_killed_run_continues_from_memory(
     server: TrainServer, work: Workspace, tmp_path: Path
 ) -> None:
     """Two ranks of one node, killed in their third rollout; bit by bit as if they were not. A
@@ -134,7 +134,7 @@ def test_a_killed_run_goes_on_from_memory(
 def test_a_lost_node_costs_a_restart(
     server: TrainServer, work: Workspace, tmp_path: Path, lost_in: str, in_memory: bool
 ) -> None:
-    """The other goes on alone from the newest checkpoint; when the node returns both train again.
+    """The other continues alone from the newest checkpoint; when the node returns both train again.
     All rollouts are those of one process that nothing interrupts. in_memory: checkpoints are on no
     disk, and the memory of the lost node is lost."""
     out, ck = tmp_path / "out", tmp_path / "ck"

@@ -95,8 +95,8 @@ def test_passing_faults_cost_time_and_wrong_answers_their_samples(
 def test_a_quota_of_dropped_samples_stops_the_run(
     server: TrainServer, work: Workspace, servers: list[FakeServer], tmp_path: Path
 ) -> None:
-    """One server that always fails beside one that works costs nothing but time; when both fail,
-    the run stops and tells what was met."""
+    """One server that always fails next to one that works costs nothing but time; when both fail,
+    the run stops and reports what was met."""
     servers[0].faults = [status(500, "out of memory")] * 1000
     servers[1].faults = [None] * 20 + [
         status(403, "not you")

@@ -121,7 +121,7 @@ def test_a_bad_file_is_one_error(
 
 
 @pytest.mark.extended
-def test_two_ranks_tell_it_once(server: TrainServer, work: Workspace, tmp_path: Path) -> None:
+def test_two_ranks_report_it_once(server: TrainServer, work: Workspace, tmp_path: Path) -> None:
     data = tmp_path / "train.jsonl"
     data.write_text(BAD_FILES["missing key"][0])
     done = server.train(flags(work, tmp_path, data), tmp_path / "log", ranks=2)

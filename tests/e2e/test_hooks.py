@@ -190,7 +190,7 @@ def test_hooks_see_what_slime_shows_them(
         assert reward == pytest.approx(3 + 0.01 * index)
 
 
-def test_what_a_hook_gets_wrong_is_told_by_its_flag(
+def test_what_a_hook_gets_wrong_is_reported_by_its_flag(
     server: TrainServer, work: Workspace, tmp_path: Path
 ) -> None:
     file = own(tmp_path, SEEN.format(folder=str(tmp_path)))

@@ -84,7 +84,7 @@ def test_a_run_learns_saves_and_resumes(
 
 
 @pytest.mark.slow
-def test_two_ranks_go_on_from_one(work: Workspace, server: TrainServer, tmp_path: Path) -> None:
+def test_two_ranks_continue_from_one(work: Workspace, server: TrainServer, tmp_path: Path) -> None:
     one, two, more = (tmp_path / name for name in ("one", "two", "more"))
     common = dict(**LORA, lr_decay_iters=4)
     server.train(work.flags(one, num_rollout=2, save=tmp_path / "saved", **common), one).ok()
@@ -150,7 +150,7 @@ def test_a_critic_of_adapters_learns_saves_and_resumes(
     work: Workspace, server: TrainServer, tmp_path: Path
 ) -> None:
     """On the policy's base: two rollouts at once, and one and one of them, the same numbers. A
-    critic of all weights beside a policy with adapters starts from the same base, and is another
+    critic of all weights next to a policy with adapters starts from the same base, and is another
     model in a checkpoint."""
     full_run, first, second, full = (
         tmp_path / name for name in ("whole", "first", "second", "full")

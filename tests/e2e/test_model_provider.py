@@ -103,7 +103,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_network_that_cannot_be_trained_is_told(
+def test_a_network_that_cannot_be_trained_is_reported(
     name: str, server: TrainServer, work: Workspace, tmp_path: Path, providers: Path
 ) -> None:
     argv = work.flags(tmp_path / "out", **{FLAG: f"{providers}:{name}"})

@@ -69,7 +69,7 @@ def scores_of(folder: Path, word: str) -> tuple[float, float]:
 def test_a_reward_model_prefers_answers_that_it_has_not_seen(
     server: TrainServer, work: Workspace, tmp_path: Path
 ) -> None:
-    """From the loss log 2 of a head of zeros; it goes on after a checkpoint, transformers loads what
+    """From the loss log 2 of a head of zeros; it continues after a checkpoint, transformers loads what
     is saved, and a critic starts from it."""
     flags = {**PAIRS, "loss_type": "rm_loss", "prompt_data": pair_file(tmp_path), "lr": 3e-3, "lr_decay_iters": 9,
              "save": tmp_path / "save", "load": tmp_path / "save", "save_interval": 5, "save_hf": tmp_path / "rm"}  # fmt: skip

@@ -59,7 +59,7 @@ def full_run(
 def test_the_same_command_line_after_a_kill(
     server: TrainServer, work: Workspace, full_run: Path, tmp_path: Path
 ) -> None:
-    """--load is --save: the first start finds no folder and begins, the second goes on; SIGKILL comes
+    """--load is --save: the first start finds no folder and begins, the second continues; SIGKILL comes
     after the first checkpoint."""
     root = tmp_path / "checkpoints"
     argv = flags(work, tmp_path, num_rollout=4, save=root, load=root, save_interval=2)
@@ -145,7 +145,7 @@ def test_a_kl_to_the_first_model_after_finetuning_is_no_breach(
 
 
 @pytest.mark.extended
-def test_another_reference_model_is_told(
+def test_another_reference_model_is_reported(
     server: TrainServer, work: Workspace, full_run: Path, tmp_path: Path
 ) -> None:
     """Checkpoints do not hold it, and know which one it was."""

@@ -120,7 +120,7 @@ def test_another_tokenizer_is_refused(
     assert "vocabulary " in error
 
 
-def test_what_changed_is_told_and_older_checkpoints_load(
+def test_what_changed_is_reported_and_older_checkpoints_load(
     server: TrainServer, work: Workspace, full_run: Path, tmp_path: Path
 ) -> None:
     argv = flags(

@@ -148,7 +148,7 @@ def checkpoints_of(
 
 
 def replayed(server: TrainServer, work: Workspace, folder: Path) -> dict[str, Any]:
-    """Rollouts of one process, so that no sampled token can tell the layouts apart."""
+    """Rollouts of one process, so that no sampled token can distinguish the layouts."""
     recorded = folder / "rollouts" / "rollout_{rollout_id}"
     if not recorded.parent.exists():
         argv = steady(

@@ -84,7 +84,7 @@ def test_the_example_carries_groups_over_and_resumes(
     server: TrainServer, work: Workspace, tmp_path: Path
 ) -> None:
     """Groups that it gives back are trained on a rollout later, under the version that wrote them;
-    a resumed run goes on with them, and two ranks sample what one does."""
+    a resumed run continues with them, and two ranks sample what one does."""
     flags: dict[str, Any] = dict(
         rollout_function_path=EXAMPLE,
         num_rollout=3,
@@ -186,7 +186,7 @@ def rollout(args, rollout_id, data_source, evaluation=False):
 """
 
 
-def test_samples_of_foreign_weights_are_told_apart(
+def test_samples_of_foreign_weights_are_distinguished(
     server: TrainServer, work: Workspace, tmp_path: Path
 ) -> None:
     """They are trained on, and not compared with the trainer as if it had written them; an

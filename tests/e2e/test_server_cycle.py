@@ -168,7 +168,7 @@ def test_a_forward_pass_leaves_the_gradients_alone(
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_a_saved_state_goes_on_bit_by_bit(client: tinker.ServiceClient, api: ApiServer) -> None:
+def test_a_saved_state_continues_bit_by_bit(client: tinker.ServiceClient, api: ApiServer) -> None:
     training = policy(client, api)
     for step in range(2):
         training.forward_backward(batch(3, step), "cross_entropy")
@@ -341,8 +341,8 @@ def test_a_critic_learns_its_returns(
     client: tinker.ServiceClient, api: ApiServer, rank: int
 ) -> None:
     """Declared with user_metadata; starts at values of 0; its loss is a sum; asked without values
-    and returns it only tells. rank 32, which the SDK gives unless it is told otherwise: policy and
-    critic are adapters on one base, and take turns on the device."""
+    and returns it only reports. rank 32, the SDK's default: policy and critic are adapters on
+    one base, and take turns on the device."""
     training = policy(client, api, rank=rank)
     judge = critic(client, api, rank=rank)
     info = judge.get_info()

@@ -125,7 +125,7 @@ def memory(api: ApiServer) -> int:
 
 
 def test_fuzzed_requests_do_no_harm(api: ApiServer) -> None:
-    """A model of its own is the target of all; one beside it trains on as if nothing was."""
+    """A model of its own is the target of all; one next to it trains on as if nothing was."""
     raw, rng = Raw(api), random.Random(7)
     model, bystander = raw.create(0), policy(api.client(), api)
     first = bystander.forward(batch(2), "cross_entropy").result().metrics["loss:sum"]
@@ -177,7 +177,7 @@ def test_a_large_body_is_refused_before_it_is_read(api: ApiServer) -> None:
 
 
 def test_packed_bodies(api: ApiServer) -> None:
-    """zstd, as the SDK packs them when it is told to: what is in it counts, and how large that is."""
+    """zstd, as the SDK packs them on request: what is in it counts, and how large that is."""
 
     def post(content: bytes, encoding: str = "zstd") -> int:
         return int(

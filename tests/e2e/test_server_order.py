@@ -207,7 +207,7 @@ BAD_DATUMS: list[tuple[str, dict[str, Any], types.Datum, str]] = [
 
 
 def test_what_a_batch_may_not_be(raw: Raw) -> None:
-    """The message names model and, where there is one, datum; the server goes on."""
+    """The message names model and, where there is one, datum; the server continues."""
     model = raw.create(5)
     good = datum(4, 0)
     for seq, (loss, config, bad, wording) in enumerate(BAD_DATUMS, start=1):
@@ -231,7 +231,7 @@ def test_what_a_batch_may_not_be(raw: Raw) -> None:
 
 
 def test_roles(api: ApiServer) -> None:
-    """Every rule about critics, with the model in its message; the role may be told in either way."""
+    """Every rule about critics, with the model in its message; the role may be given in either way."""
     raw = Raw(api)
 
     def create(number: int, **more: Any) -> str:

@@ -1,5 +1,5 @@
 """Several ranks, and processes that die: the same gradient in every layout; what is lost is said,
-what is not goes on."""
+what is not continues."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_the_api_process_may_die(work: Workspace, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_workers_may_die(work: Workspace, tmp_path: Path) -> None:
-    """The caller hears which model is lost and where to go on; new workers come to the same API
+    """The caller hears which model is lost and where to continue; new workers come to the same API
     process."""
     with ApiServer(work.model, tmp_path, "--worker-restart-s", "600", ranks=2) as server:
         client = server.client()

@@ -20,7 +20,7 @@ LONGEST_S = 30.0  # a rollout that waits for none, on a machine with other work
 
 
 def slow_first(count: int) -> Callable[[Any], float]:
-    """The responses to the first prompts; what goes on after an abort is fast."""
+    """The responses to the first prompts; what continues after an abort is fast."""
     seen: dict[tuple[int, ...], int] = {}
     return lambda body: (
         TOKEN_S if seen.setdefault(tuple(body["input_ids"]), len(seen)) < count else 0.0
@@ -41,7 +41,7 @@ def samples_of(out: Path, rollout: int) -> list[Sample]:
     ]
 
 
-def test_stragglers_are_aborted_and_go_on_in_the_next_rollout(
+def test_stragglers_are_aborted_and_continue_in_the_next_rollout(
     server: TrainServer, work: Workspace, tmp_path: Path
 ) -> None:
     """Over-sampling: two of six groups are slow; four are enough. What the slow ones have is kept,

@@ -75,7 +75,7 @@ def test_supervised_fine_tuning(server: ApiServer) -> None:
 
 
 def test_the_demo(server: ApiServer, demo: Path) -> None:
-    """Two rollouts; train.py's curve beside its own."""
+    """Two rollouts; train.py's curve next to its own."""
     (demo / "rl").mkdir()
     (demo / "rl" / "metrics.jsonl").write_text(
         '{"step": 0, "eval/heldout/mean": 0.25}\n{"step": 2, "eval/heldout/mean": 0.5}\n'

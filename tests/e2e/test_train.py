@@ -292,7 +292,7 @@ def test_failed_samples_above_the_limit_stop_both_ranks(
     assert done.seconds < 150
 
 
-def test_a_failure_of_one_rank_alone_is_told_once(
+def test_a_failure_of_one_rank_alone_is_reported_once(
     server: TrainServer, work: Workspace, tmp_path: Path
 ) -> None:
     """Sample 1 is graded by rank 1; rank 0 loses the connection and is quiet about it."""

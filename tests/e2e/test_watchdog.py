@@ -1,5 +1,5 @@
 """A rank that is stopped, killed, slow or stuck, in every phase: the run ends in bounded time with
-the name of the rank, and can be taken up; or it goes on."""
+the name of the rank, and can be taken up; or it continues."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def fails(
         flags(work, out, **changes), out / "log", ranks=2, hook=f"{FAULTS}:{hook}", timeout_s=250
     )
     assert done.status not in (0, 124), (
-        f"the run went on, or did not end by itself\n{done.out}\n{done.err}"
+        f"the run continued, or did not end by itself\n{done.out}\n{done.err}"
     )
     family = psutil.Process(server.pid).children(recursive=True)
     assert not [p for p in family if p.status() != psutil.STATUS_ZOMBIE], "a process is left"
@@ -52,7 +52,7 @@ def goes_on(server: TrainServer, work: Workspace, out: Path) -> None:
 
 
 def check_stopped(done: Done, phase: str, rank: int) -> None:
-    """The one that runs tells who is silent, and its own stacks."""
+    """The one that runs reports who is silent, and its own stacks."""
     named = (
         "no sign of life from" if rank == 1 else "no answer from the store"
     )  # without torchrun, rank 0 holds the store
@@ -118,7 +118,7 @@ def test_rank_0_killed_without_torchrun(
 
 
 @pytest.mark.slow
-def test_a_run_that_is_suspended_as_a_whole_goes_on(
+def test_a_run_that_is_suspended_as_a_whole_continues(
     server: TrainServer, work: Workspace, tmp_path: Path
 ) -> None:
     """Longer than twice the limit; nobody is blamed when it continues.

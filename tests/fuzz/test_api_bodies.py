@@ -1,4 +1,4 @@
-"""Bodies of the Tinker API: whatever they hold, answers are 2xx or 4xx, and execution goes on.
+"""Bodies of the Tinker API: whatever they hold, answers are 2xx or 4xx, and execution continues.
 
 The API runs in this process, see tests/api_in_process.py.
 """

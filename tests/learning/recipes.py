@@ -24,7 +24,7 @@ class Recipe:
     """One way to learn one task.
 
     name: in the table and in the test's id. task: a key of `tasks.TASKS`. reward: a function of
-    rewards.py, or exact_match. num_layers: of the model. flags: of train.py, beside COMMON and
+    rewards.py, or exact_match. num_layers: of the model. flags: of train.py, in addition to COMMON and
     what names the files; {folder} is the run's. start_at_most, end_at_least: the band: mean reward
     of the first rollout, and of the last LAST ones.
     """

@@ -31,7 +31,7 @@ _NUMBERS = itertools.count(1)
 
 
 class _Values(type):
-    """Every attribute of such a class is a number of its own."""
+    """Every attribute of such a class is a distinct number."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("_"):

@@ -147,7 +147,7 @@ def test_without_handles_of_memory_weights_go_as_bytes(
     server: TrainServer, work: Workspace, tmp_path: Path
 ) -> None:
     """--colocate's default is cuda_ipc, and this device has no handles: it is found out when the
-    run starts, and told once."""
+    run starts, and reported once."""
     flags: dict[str, Any] = dict(
         rollout_engine="sglang", no_sglang_router="", colocate="", n_samples_per_prompt=2,
         micro_batch_size=2, sglang_python=python_with_servers(tmp_path),

@@ -1,5 +1,5 @@
 """What a user looks at: the report and the site in a headless Chromium, and the files of the real
-trackers, in an environment of their own (`make see-env`), for the tests that `make test-see` runs.
+trackers, in their own environment (`make see-env`), for the tests that `make test-see` runs.
 
 The browser is Debian's (`apt-get install chromium`) or Playwright's (`playwright install chromium`).
 """

@@ -50,7 +50,7 @@ def expert_demo(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @dataclass(frozen=True, slots=True)
 class Servers:
     """addresses: host:port of each. router: host:port of one that knows none of them unless a run
-    told it."""
+    added them."""
 
     addresses: tuple[str, ...]
     router: str
@@ -131,7 +131,7 @@ def servers(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
 def expert_servers(
     expert_demo: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Servers]:
-    """Two with experts, that tell where tokens go: those of $SGLANG_EXPERT_SERVERS, or two that are
+    """Two with experts, that report where tokens go: those of $SGLANG_EXPERT_SERVERS, or two that are
     started."""
     logs = tmp_path_factory.mktemp("expert_servers")
     with two_servers(

@@ -125,7 +125,7 @@ def test_agents_wait_while_real_servers_get_new_weights(
     demo: Path, servers: Servers, programs: TrainServer, tmp_path: Path
 ) -> None:
     """Of eight groups of episodes the first three that end are taken; the servers abort what the
-    others are answered, in the middle, and go on under the next weights. Every token's log-prob is
+    others are answered, in the middle, and continue under the next weights. Every token's log-prob is
     that of the weights that its version names."""
     kept, left = tmp_path / "weights", tmp_path / "left"
     line = agent_line(
@@ -150,7 +150,7 @@ def test_agents_wait_while_real_servers_get_new_weights(
         assert versions.tolist() == sorted(versions.tolist())
         mixed += len(set(versions.tolist())) > 1
         assert_versions_tell_the_weights(sample, networks)
-    assert mixed, "nobody went on with newer weights"
+    assert mixed, "nobody continued with newer weights"
 
 
 def test_agents_ahead_of_real_servers(

@@ -186,7 +186,7 @@ def test_an_abort_ends_requests_at_the_servers(demo: Path, servers: Servers, rou
         seconds = time.monotonic() - start
         while (left := sum(running(url) for url in servers.urls)) > len(
             kept
-        ) and time.monotonic() < start + 5:  # told once a step
+        ) and time.monotonic() < start + 5:  # reported once a step
             await asyncio.sleep(0.05)
         await engine.abort()
         outputs = list(await asyncio.wait_for(asyncio.gather(*tasks.values()), 10))

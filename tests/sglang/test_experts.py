@@ -74,7 +74,7 @@ def test_experts_in_each_others_place_are_caught(
     assert "does not have the weights of version 1: its log-probs of" in done.error()
 
 
-def test_servers_that_tell_no_routes_are_named(
+def test_servers_that_report_no_routes_are_named(
     demo: Path, expert_demo: Path, servers: Servers, programs: TrainServer, tmp_path: Path
 ) -> None:
     line = command_line(

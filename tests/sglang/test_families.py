@@ -49,7 +49,7 @@ LIMIT = 1e-5
 
 
 def ask(folder: Path, prompts: list[list[int]]) -> list[dict[str, Any]]:
-    """The answers of a server of its own, all prompts in one batch, which it continues greedily."""
+    """The answers of its own server, all prompts in one batch, which it continues greedily."""
     (port,) = free_ports(1)
     url = f"http://127.0.0.1:{port}"
     process = ServerProcess(server_launch(folder, port, folder.parent / "server.log"))

@@ -1,5 +1,5 @@
 """Real servers that come back, that are started again, or that are added to a router while a run
-goes on: they get the run's current weights over a broadcast of their own before any request, and
+continues: they get the run's current weights over their own broadcast before any request, and
 the others do not wait for it."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """`--colocate` on two nodes with real servers: two agents of torchrun on this host stand for the
-nodes. One is lost, and the run goes on alone."""
+nodes. One is lost, and the run continues alone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.sglang.test_real_servers import EXACT, command_line, rows
 
 
 def test_a_node_with_its_server_is_lost(demo: Path, tmp_path: Path) -> None:
-    """Each node's first rank starts a server of its own and hands it the weights. What both say to
+    """Each node's first rank starts its own server and hands it the weights. What both say to
     a token is compared in every rollout, before the loss and after it."""
     out, ck = tmp_path / "out", tmp_path / "ck"
     argv = command_line(

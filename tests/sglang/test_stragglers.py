@@ -29,11 +29,11 @@ SETTINGS = (
 )
 
 
-def test_stragglers_are_aborted_at_the_servers_and_go_on_in_the_next_rollout(
+def test_stragglers_are_aborted_at_the_servers_and_continue_in_the_next_rollout(
     demo: Path, servers: Servers, programs: TrainServer, tmp_path: Path
 ) -> None:
     """Over-sampling through a router: of ten groups the first four that end are taken, and the rest
-    goes on under the next weights. All weights that were sent are kept, and every token's log-prob
+    continues under the next weights. All weights that were sent are kept, and every token's log-prob
     is that of the ones that its version names."""
     out, kept, left = tmp_path / "out", tmp_path / "weights", tmp_path / "left"
     line = command_line(
@@ -59,7 +59,7 @@ def assert_late_ones_go_on(found: list[dict[str, float]], later: list[Sample], k
         "nothing was under way when there was enough"
     )
     assert any(len(set(sample.weight_versions)) > 1 for sample in late), (
-        "nobody went on with newer weights"
+        "nobody continued with newer weights"
     )
     networks: dict[int, torch.nn.Module] = {
         version: AutoModelForCausalLM.from_pretrained(

@@ -78,7 +78,7 @@ def full_run(cluster: Cluster, work: Workspace, tmp_path_factory: pytest.TempPat
     return out
 
 
-def test_a_preempted_job_goes_on_to_the_same_weights(
+def test_a_preempted_job_continues_to_the_same_weights(
     cluster: Cluster, work: Workspace, full_run: Path, tmp_path: Path
 ) -> None:
     """SIGTERM to the ranks, after which the job requeues itself; then SLURM requeues it; over two
@@ -98,7 +98,7 @@ def test_a_preempted_job_goes_on_to_the_same_weights(
     assert (state["JobState"], state["Restarts"], state["ExitCode"]) == ("COMPLETED", "2", "0:0"), (
         log.read_text()
     )
-    assert 3 <= int(first.removeprefix("iter_")) < 20, "it stopped where it was told to"
+    assert 3 <= int(first.removeprefix("iter_")) < 20, "it stopped where it should"
     starts = log.read_text().split("start ")
     assert len(starts) == 4 and all("rollout  1/" not in start for start in starts[2:]), (
         "no start began at the first rollout again"

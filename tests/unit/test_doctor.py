@@ -1,4 +1,4 @@
-"""python -m slime_like.doctor tells what is here and what is not."""
+"""python -m slime_like.doctor reports what is here and what is not."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.paths import ROOT
 
 
 def test_this_environment_can_run() -> None:
-    """The versions are those that the packages themselves tell; of torch without its build (+cpu),
+    """The versions are those that the packages themselves report; of torch without its build (+cpu),
     which its package index may leave out of the metadata."""
     import torch
     import transformers
@@ -102,7 +102,7 @@ def test_a_port_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "unavailable" in ports()[0]
 
 
-def test_what_is_missing_is_told() -> None:
+def test_what_is_missing_is_reported() -> None:
     things = [
         Dependency("json", "no-such-package", "x"),
         Dependency("no_such_module.inner", "outer", "y"),

@@ -50,10 +50,10 @@ def test_apex_is_never_a_dependency_and_transformer_engine_is_optional() -> None
         for extra, requirements in EXTRAS.items()
         if "transformer-engine" in names(requirements)
     ] == ["gpu"]
-    assert "sglang" not in extras, "the server pins a torch of its own"
+    assert "sglang" not in extras, "the server pins its own torch"
 
 
-def test_what_errors_tell_to_install_exists() -> None:
+def test_what_errors_say_to_install_exists() -> None:
     reported = {
         extra
         for path in SOURCES
@@ -65,7 +65,7 @@ def test_what_errors_tell_to_install_exists() -> None:
     } <= set(EXTRAS)
 
 
-def test_what_is_told_to_install_works_in_a_clone() -> None:
+def test_what_messages_say_to_install_works_in_a_clone() -> None:
     """No index has slime_like: neither a page nor a message may say that pip finds it there."""
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
     named = re.compile(r"pip install (-\S+ )*['\"]?slime[_-]like\b")
@@ -111,7 +111,7 @@ def test_the_constraint_is_a_torch_that_the_project_takes() -> None:
 
 
 def test_no_folder_of_tests_is_left_out() -> None:
-    """pytest and ruff both pass over folders called dist unless they are told otherwise."""
+    """pytest and ruff both pass over folders called dist unless configured otherwise."""
     folders = [
         path.name
         for path in (ROOT / "tests").iterdir()

@@ -119,11 +119,10 @@ class RowLora:
 
 @dataclass(frozen=True, slots=True)
 class ReplicatedLora:
-    """LoRA of a layer that every rank has whole, for its tokens. first: lora_A [rank, in]. second:
-    lora_B [out, rank]."""
+    """LoRA of a layer that every rank has whole, for its tokens."""
 
-    first: Tensor
-    second: Tensor
+    first: Tensor  # lora_A [rank, in]
+    second: Tensor  # lora_B [out, rank]
     scale: float
 
     def __call__(self, x: Tensor) -> Tensor:

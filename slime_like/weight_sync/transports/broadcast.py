@@ -30,7 +30,7 @@ from slime_like.weights.gather import WeightStream
 
 class BroadcastTransport(WeightTransport):
     """Broadcasts weights. With `keep_copy` everything is sent from rank 0, which keeps a copy for
-    servers that join late; otherwise every rank sends its own weights (several_senders.py)."""
+    servers that join late; otherwise every rank sends its own weights (broadcast_ranks.py)."""
 
     def __init__(self, servers: Servers) -> None:
         super().__init__(servers)

@@ -265,7 +265,7 @@ def test_a_teacher_of_itself_needs_rows(tmp_path: Path) -> None:
     ],
 )
 def test_the_address_of_a_served_teacher(tmp_path: Path, flags: str) -> None:
-    """Ours, several servers; or slime's --rm-url, beside any reward that is not one of a server."""
+    """Ours, several servers; or slime's --rm-url, with any reward that is not one of a server."""
     config = parse_args(
         complete(tmp_path, *STEPS, "--use-opd", "--opd-type", "sglang", *flags.split()), 1
     ).distillation

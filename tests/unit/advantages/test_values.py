@@ -1,4 +1,4 @@
-"""How well a critic's values foretell the returns, against sums written out."""
+"""How well a critic's values predict the returns, against sums written out."""
 
 from __future__ import annotations
 

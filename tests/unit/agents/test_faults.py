@@ -194,7 +194,7 @@ def own_address() -> str | None:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
-def test_nothing_listens_beyond_loopback_unless_it_is_told(host: str) -> None:
+def test_nothing_listens_beyond_loopback_unless_configured(host: str) -> None:
     """--agent-host is loopback by default; the run's process has no other server."""
     address = own_address()
 

@@ -188,13 +188,13 @@ def test_how_a_program_ends(apart: bool) -> None:
         run("no_such_program_anywhere")
 
 
-def test_what_a_host_cannot_enforce_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_host_cannot_enforce_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(confinement, "_missing", {"namespaces": "left out"})
     assert "one can read the keys and files of the others" in str(not_apart())
     assert asyncio.run(run_command(["sh", "-c", "echo 1 > reward"], program_task())) == 1.0
 
 
-def test_the_end_of_a_long_output_is_told() -> None:
+def test_the_end_of_a_long_output_is_reported() -> None:
     line = "import sys; print('x' * 10**6, 'the end', flush=True); sys.exit(3)"
     with pytest.raises(RuntimeError, match=r"exit status 3: x{1000,}.* the end$"):
         asyncio.run(run_command([sys.executable, "-c", line], program_task()))

@@ -89,7 +89,7 @@ def test_a_session_grows_with_its_length() -> None:
 
 
 def test_a_client_that_leaves_uses_up_no_turn() -> None:
-    """And the main conversation goes on when it asks again."""
+    """And the main conversation continues when it asks again."""
     session = session_of(Engine(slow=0.2), SessionLimits(turns=2))
 
     async def talk(client: httpx.AsyncClient) -> None:

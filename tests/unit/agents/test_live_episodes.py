@@ -1,4 +1,4 @@
-"""Episodes that are paused when a rollout has enough, and go on in the next one."""
+"""Episodes that are paused when a rollout has enough, and continue in the next one."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def say(text: str) -> dict[str, str]:
 
 
 def test_every_token_is_kept_once_with_its_own_version(makes: Any) -> None:
-    """A paused episode goes on, in the middle of an answer too: the agent runs once, each token that
+    """A paused episode continues, in the middle of an answer too: the agent runs once, each token that
     was written is trained on once, with the version and log-prob of when it was written."""
     writer, begun = Writer(), []
 
@@ -262,7 +262,7 @@ def test_an_episode_of_another_process_begins_again(
 
 
 def test_an_agent_that_gives_up_while_it_waits_is_no_harm(makes: Any) -> None:
-    """Its time passes in an evaluation; the place that it would go on with is free for others."""
+    """Its time passes in an evaluation; the place that it would continue with is free for others."""
 
     async def play(task: Task) -> float:
         asking = asyncio.create_task(task.chat([say("a")]))
@@ -333,7 +333,7 @@ def test_a_stop_string_over_the_seam_of_two_parts_ends_the_answer(makes: Any) ->
 
 
 class Server(Writer):
-    """Writes a token at a time, until it is told to abort: a request then brings what it has."""
+    """Writes a token at a time, until it is aborted: a request then brings what it has."""
 
     def __init__(self, words: int = 12) -> None:
         super().__init__(words)
@@ -387,7 +387,7 @@ def stream(
 
 
 def test_servers_that_abort_lose_nothing(makes: Any) -> None:
-    """A request that is aborted in the middle goes on under the weights of the next rollout; the agent
+    """A request that is aborted in the middle continues under the weights of the next rollout; the agent
     runs once, and each token that was written is trained on once with its own version."""
     server, begun = Server(), []
 
@@ -417,7 +417,7 @@ def test_servers_that_abort_lose_nothing(makes: Any) -> None:
 
 
 def test_an_agent_at_work_is_not_waited_for(makes: Any) -> None:
-    """A tool that takes long: the rollout ends, and the agent goes on where it was; one that waits
+    """A tool that takes long: the rollout ends, and the agent continues where it was; one that waits
     for its turn has no token yet."""
     tool, at_work = asyncio.Event(), []
 
@@ -434,7 +434,7 @@ def test_an_agent_at_work_is_not_waited_for(makes: Any) -> None:
     samples = stream(agent, server, blank(2), lambda: bool(at_work))
     assert [s.status for s in samples] == [SampleStatus.PARTIAL] * 2
     assert [s.response_length for s in samples] == [*at_work, 0]
-    tool.set()  # the agent goes on during the evaluation, and waits for the engine
+    tool.set()  # the agent continues during the evaluation, and waits for the engine
     server.version = 2
     other = Sample.empty(Prompt(4, "test", (1, 2)), 9)
     (score,) = agent.run([other], model_of(server), evaluation=True, limit=None)
@@ -470,7 +470,7 @@ def test_an_answer_that_was_complete_when_it_was_aborted_is_full(makes: Any) -> 
 def test_a_function_that_blocks_a_later_rollout_is_named(
     makes: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Each rollout runs the event loop in a thread of its own."""
+    """Each rollout runs the event loop in its own thread."""
     server = Server(words=3)
 
     async def play(task: Task) -> float:

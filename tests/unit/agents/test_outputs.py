@@ -88,7 +88,7 @@ def test_a_folder_that_cannot_be_written_is_one_warning(
 
 
 def test_the_worker_without_dependencies(tmp_path: Path) -> None:
-    """It waits until somebody listens, plays two episodes, and is told of neither in its output."""
+    """It waits until somebody listens, plays two episodes, and its output has nothing of either."""
     key = "a key of one of the workers"
     (tmp_path / "keys").write_text(key.replace(" ", "_") + "\n")
     tasks = TaskQueue({key.replace(" ", "_")}, 60.0, 10.0)
@@ -148,6 +148,6 @@ def test_rewards_of_agents_are_rewards(tmp_path: Path, words: list[str]) -> None
     assert health is not None and "no_reward" in health._rules
 
 
-def test_rewards_that_are_zero_are_told(tmp_path: Path) -> None:
+def test_rewards_that_are_zero_are_reported(tmp_path: Path) -> None:
     config = parse_args(complete(tmp_path, "--rm-type", "zero"), 1)
     assert "every reward is 0" in "\n".join(config.warnings) and config.rewards_are_zero

@@ -265,7 +265,7 @@ def parallel_tools(talk: Talk) -> None:
 
 
 def dropped_thoughts(talk: Talk) -> None:
-    """A client that keeps thoughts goes on; one that drops them makes a branch."""
+    """A client that keeps thoughts continues; one that drops them makes a branch."""
     if talk.family.format == "harmony":
         thought = "<|channel|>analysis<|message|>let me see<|end|><|start|>assistant"
     else:
@@ -291,7 +291,7 @@ def edits(talk: Talk) -> None:
     talk.ask(talk.said("sun") + talk.end(), result(call, 0, "sun"), tools=TOOLS)
     talk.check(2)
     kept = talk.session.tree.turns[0].all_tokens
-    assert talk.writer.written[2][0][: len(kept)] == kept, "goes on from the call's own tokens"
+    assert talk.writer.written[2][0][: len(kept)] == kept, "continues from the call's own tokens"
     assert talk.session.tree.counts["forks"] == 1
     talk.history[-1]["content"] = "snow"
     talk.ask(talk.said("cold") + talk.end(), user("so?"), tools=TOOLS)
@@ -306,7 +306,7 @@ def edits(talk: Talk) -> None:
 
 
 def sub_agents(talk: Talk) -> None:
-    """Two conversations at once beside the main one, which goes on; a question with two answers."""
+    """Two conversations at once next to the main one, which continues; a question with two answers."""
 
     async def play() -> None:
         await talk.asked(talk.said("first") + talk.end(), user("main"))

@@ -65,7 +65,7 @@ OTHERS_OF_EXPERTS = {
     "grouped GEMM": "--moe-grouped-gemm",
     "permute fusion": "--moe-permute-fusion",
 }
-# Those that one rules out in the other's presence, beside what megatron-core has on this machine no
+# Those that one rules out in the other's presence, in addition to what megatron-core has on this machine no
 # kernels for
 BUDGETS = ("budgets", "budgets, not balanced", "budget of log-probs")
 FULL_RECOMPUTE = ("full recompute", "recompute by block", "distributed activations")

@@ -144,7 +144,7 @@ def test_the_policys_rules_hold(tmp_path: Path, flags: str, flag: str, message: 
     assert found.flag == flag and message in str(found), str(found)
 
 
-def test_what_is_wrong_with_both_is_told_once(tmp_path: Path) -> None:
+def test_what_is_wrong_with_both_is_reported_once(tmp_path: Path) -> None:
     argv = complete(
         tmp_path,
         *(

@@ -75,7 +75,7 @@ def test_choices_may_be_joined_by_commas(tmp_path: Path) -> None:
         parse(tmp_path, "--lora-rank 8 --lora-target-modules q_proj,x_proj")
 
 
-def test_a_setting_that_has_another_name_is_told(tmp_path: Path) -> None:
+def test_a_setting_that_has_another_name_is_reported(tmp_path: Path) -> None:
     (found,) = problems_of(complete(tmp_path, "--disable-rewards-normalization"))
     assert "--custom-reward-post-process-path" in str(found)
 

@@ -103,7 +103,7 @@ def test_backends_that_cannot_serve_a_device_are_refused(
         assert list(found) == ["--gamma"]
 
 
-def test_transformer_engine_without_its_extension_is_told(
+def test_transformer_engine_without_its_extension_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As `pip install transformer-engine` leaves it, and with an extension where it looks for one."""

@@ -144,7 +144,7 @@ def test_a_folder_in_which_the_system_makes_none(
     assert f"{flag} (given: '/proc/x/{{rollout_id}}'): /proc takes no f" in problem_of(argv)
 
 
-def test_groups_of_one_are_told_with_what_helps(tmp_path: Path) -> None:
+def test_groups_of_one_are_reported_with_what_helps(tmp_path: Path) -> None:
     argv = complete(tmp_path, "--n-samples-per-prompt", "1", without=("--n-samples-per-prompt",))
     warning = "\n".join(parse_args(argv, 1).warnings)
     assert "raise --n-samples-per-prompt, or take --singleton-advantage reward" in warning

@@ -313,7 +313,7 @@ def test_aliases_of_losses_bring_their_defaults(tmp_path: Path) -> None:
     assert config.policy_loss.eps_clip_c == 2.0
 
 
-def test_settings_of_another_loss_are_told(tmp_path: Path) -> None:
+def test_settings_of_another_loss_are_reported(tmp_path: Path) -> None:
     config = parse_args(complete(tmp_path, "--policy-loss-type", "sapo", "--eps-clip", "0.2"), 1)
     assert any("--eps-clip has no effect" in words for words in config.warnings)
 
@@ -398,14 +398,14 @@ def test_problems_of_run_file_command_line_and_rules_come_together(tmp_path: Pat
     ]
 
 
-def test_a_value_that_cannot_be_read_is_told_once(tmp_path: Path) -> None:
+def test_a_value_that_cannot_be_read_is_reported_once(tmp_path: Path) -> None:
     assert [p.flag for p in problems_of(complete(tmp_path, "--lr", "fast"))] == ["--lr"]
     assert [p.flag for p in problems_of(complete(tmp_path, "--num-rollout", "many"))] == [
         "--num-rollout"
     ]
 
 
-def test_a_bad_checkpoint_is_told_with_the_rest(tmp_path: Path) -> None:
+def test_a_bad_checkpoint_is_reported_with_the_rest(tmp_path: Path) -> None:
     found = problems_of(complete(tmp_path, "--hf-checkpoint", str(tmp_path / "none"), "--bogus"))
     assert [p.flag for p in found] == ["--bogus", "--hf-checkpoint"]
 

@@ -70,7 +70,7 @@ def test_refused(name: str, tmp_path: Path) -> None:
         ("--actor-num-gpus-per-node", "3"),
     ],
 )
-def test_a_difference_to_the_checkpoint_or_the_world_is_told(
+def test_a_difference_to_the_checkpoint_or_the_world_is_reported(
     flag: str, value: str, tmp_path: Path
 ) -> None:
     """With the flag, its value and what is there."""
@@ -98,7 +98,7 @@ def test_the_page_has_the_table(page: Path) -> None:
     )
 
 
-def test_what_is_not_proved_is_told(tmp_path: Path) -> None:
+def test_what_is_not_proved_is_reported(tmp_path: Path) -> None:
     """Latent attention over context-parallel ranks with Transformer Engine's layers."""
     script = SCRIPTS["scripts/run-moonlight-16B-A3B.sh"]
     config = parse(script, tmp_path, "--context-parallel-size", "2")

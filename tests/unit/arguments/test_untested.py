@@ -15,7 +15,7 @@ from tests.unit.command_lines import complete, problems_of
 FLAG = "--allow-untested"
 
 
-def test_they_reach_megatron_core_and_are_told_once(tmp_path: Path) -> None:
+def test_they_reach_megatron_core_and_are_reported_once(tmp_path: Path) -> None:
     words = (
         "cuda_graph_warmup_steps:5", "fp8_margin:1", "tp-comm-overlap-ag:false", "fp8_recipe:tensorwise",
         "cpu_offloading_double_buffering:true",
@@ -62,7 +62,7 @@ def test_nothing_tested_is_among_them(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {"fp8", "cuda_graph_impl", "cpu_offloading", "tp_comm_overlap"} <= names
 
 
-def test_what_megatron_core_rejects_is_told(
+def test_what_megatron_core_rejects_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Machine, "here", lambda: Machine(True, False, False))

@@ -242,7 +242,7 @@ def test_aliases(argv: list[str], values: dict[str, Any]) -> None:
     assert given.values == values and not given.problems
 
 
-def test_flags_without_effect_are_told() -> None:
+def test_flags_without_effect_are_reported() -> None:
     given = read("--get-mismatch-metrics", "--no-check-for-nan-in-loss-and-grad")
     assert not given.problems and len(given.warnings) == 2
 

@@ -1,5 +1,5 @@
 """The benchmarks: every script starts, those of packing, balancing, attention, head and losses run
-at sizes that take no time, targets that are missed are told. Those of checkpoints and conversions
+at sizes that take no time, targets that are missed are reported. Those of checkpoints and conversions
 are in test_bench_checkpoint.py."""
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def test_losses_run_small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     assert row["loss"] == "gspo" and 0 < row["share"] < 100
 
 
-def test_missed_targets_are_told() -> None:
+def test_missed_targets_are_reported() -> None:
     good = {
         "sequences": 16384,
         "load": "work",

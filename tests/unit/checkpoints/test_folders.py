@@ -1,5 +1,5 @@
 """Folders of checkpoints without what is in them: the newest, what a kill leaves at any instant,
-what may go, what the manifest tells."""
+what may go, what the manifest says."""
 
 from __future__ import annotations
 

@@ -199,7 +199,7 @@ def test_one_of_many_takes_a_stale_lock(tmp_path: Path) -> None:
             process.communicate()
 
 
-def test_a_run_whose_lock_was_taken_is_told_before_it_saves(tmp_path: Path) -> None:
+def test_a_run_whose_lock_was_taken_is_reported_before_it_saves(tmp_path: Path) -> None:
     lock = FolderLock(tmp_path, "--save", heartbeat_s=3600)
     lock.acquire()
     confirm_held(tmp_path)

@@ -52,7 +52,7 @@ class SmallDisk(FileIO):
 
 
 def test_a_disk_that_is_full_of_metrics(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Training goes on, with one warning; what waited is written when there is room, also where
+    """Training continues, with one warning; what waited is written when there is room, also where
     half a line had been."""
     metrics = MetricsLogger(tmp_path)
     disk = metrics._file = SmallDisk(tmp_path / "metrics.jsonl", "ab")
@@ -84,7 +84,7 @@ def test_a_disk_that_is_full_of_metrics(tmp_path: Path, caplog: pytest.LogCaptur
 
 
 def test_a_disk_that_is_full_of_tensors(tmp_path: Path) -> None:
-    """The library of the format has an error of its own, which named neither file nor flag."""
+    """The library of the format has its own error, which named neither file nor flag."""
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limit[1]))
@@ -115,13 +115,13 @@ def test_a_disk_that_is_full_of_the_servers_log(
 
 
 @pytest.mark.skipif(not FULL.exists(), reason="Linux has it")
-def test_what_fails_in_tensorboards_thread_is_told_once(
+def test_what_fails_in_tensorboards_thread_is_reported_once(
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its writer's thread had a traceback printed beside the sentence. Training goes on without
+    """Its writer's thread had a traceback printed next to the sentence. Training continues without
     it."""
     monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)
     logger = MetricsLogger(tmp_path, tmp_path / "board")

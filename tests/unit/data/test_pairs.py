@@ -107,7 +107,7 @@ def test_pairs_are_neighbours_with_ids_of_their_own(tmp_path: Path) -> None:
     assert [(s.group_id, s.sample_id) for s in found] == [(0, 0), (0, 1), (1, 2), (1, 3)]
 
 
-def test_what_is_too_long_is_cut_and_said(tmp_path: Path) -> None:
+def test_what_is_too_long_is_cut_and_reported(tmp_path: Path) -> None:
     row = {"input": "a", "chosen": "a very long answer", "rejected": "n"}
     chosen, rejected = samples(tmp_path, row, limit=3)
     assert chosen.response_length == 3 and chosen.status == SampleStatus.TRUNCATED

@@ -394,7 +394,7 @@ def test_a_reasoning_gym_source_scores_itself_unless_a_reward_is_named(tokenizer
 
 
 @pytest.mark.parametrize("is_task_trained_on", [True, False])
-def test_files_and_tasks_beside_each_other(tmp_path, chat_tokenizer, is_task_trained_on):
+def test_files_and_tasks_next_to_each_other(tmp_path, chat_tokenizer, is_task_trained_on):
     """--input-key, --label-key and --metadata-key speak of files."""
     pytest.importorskip("reasoning_gym")
     rows = [

@@ -132,7 +132,7 @@ def test_another_models_tokenizer_is_refused(tmp_path: Path) -> None:
         load_tokenizer(str(folder), vocab_size=size - 1, trust_remote_code=False)
 
 
-def test_tokenizers_are_told_apart() -> None:
+def test_tokenizers_are_distinguished() -> None:
     ours = tokenizer_identity(make_tokenizer())
     assert tokenizer_identity(make_tokenizer()) == ours
     other = make_tokenizer()

@@ -415,6 +415,6 @@ def test_rows_that_are_no_conversations(tmp_path: Path, value: Any, words: str) 
     assert words in str(caught.value)
 
 
-def test_a_tokenizer_without_a_template_is_told(tmp_path: Path) -> None:
+def test_a_tokenizer_without_a_template_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="--input-key: the tokenizer has no chat template"):
         source(tmp_path, "", {"messages": messages(TURNS)})

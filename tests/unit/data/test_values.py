@@ -38,7 +38,7 @@ def tool(name: str, **properties: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "parameters": parameters}}
 
 
-# Every row has keys of its own, in calls, schemas and metadata, which Parquet adds to the others.
+# Every row has its own keys, in calls, schemas and metadata, which Parquet adds to the others.
 ROWS: list[dict[str, Any]] = [
     {
         "input": [USER, called("look", city="Paris"), {"role": "tool", "content": "sun"}],

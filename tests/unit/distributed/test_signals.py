@@ -153,7 +153,7 @@ def pipeline(tmp_path: Path, redirection: str, *, unbuffered: bool = False) -> t
 
 @pytest.mark.parametrize("unbuffered", [False, True])
 @pytest.mark.parametrize("redirection", ["| head -1", "> /dev/full", ">&-"])
-def test_a_run_goes_on_without_the_reader_of_its_output(
+def test_a_run_continues_without_the_reader_of_its_output(
     tmp_path: Path, redirection: str, unbuffered: bool
 ) -> None:
     """On stderr, which says so; no line after that is lost."""
@@ -170,7 +170,7 @@ def test_a_run_goes_on_without_the_reader_of_its_output(
 
 
 @pytest.mark.parametrize("unbuffered", [False, True])
-def test_a_run_goes_on_without_any_reader(tmp_path: Path, unbuffered: bool) -> None:
+def test_a_run_continues_without_any_reader(tmp_path: Path, unbuffered: bool) -> None:
     status, out, _ = pipeline(tmp_path, "2>&1 | head -1", unbuffered=unbuffered)
     assert (status, out) == (0, "line 0\n")
     text = (tmp_path / "run.log").read_text()

@@ -32,7 +32,7 @@ def test_old_log_probs(same_packing: bool, half: bool, limit: float) -> None:
     [(True, False, 1e-8), (True, True, 1e-8), (False, False, 1e-5), (False, True, 1e-3)],
 )
 def test_old_values(same_packing: bool, half: bool, limit: float) -> None:
-    """Values have a size of their own: above 1 the limit is relative to it."""
+    """Values have their own size: above 1 the limit is relative to it."""
     for size in (0.0, 1.0, 50.0):
         bound = limit * max(1.0, size)
         check_old_values(bound, values_abs=size, same_packing=same_packing, half_precision=half)

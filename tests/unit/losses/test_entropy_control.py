@@ -42,7 +42,7 @@ def test_it_keeps_an_entropy_that_falls_by_itself() -> None:
     assert end(controller(0.0)) == pytest.approx(0.2, abs=0.03)
 
 
-def test_a_resumed_controller_goes_on_exactly() -> None:
+def test_a_resumed_controller_continues_exactly() -> None:
     full, first = controller(), controller()
     for entropy in ENTROPIES:
         full.update(entropy)

@@ -191,7 +191,7 @@ def test_far_off_policy_everything_stays_finite(
             given = {
                 name: torch.where(mask, x, poison) if spoilt else x for name, x in tensors.items()
             }
-            if config.enabled:  # what the sampler did not tell is dropped by any correction
+            if config.enabled:  # what the sampler did not report is dropped by any correction
                 given["rollout_log_probs"] = given["rollout_log_probs"].clone()
                 given["rollout_log_probs"][6, 0] = poison
             more = compute_off_policy_correction(

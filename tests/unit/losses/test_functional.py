@@ -59,7 +59,7 @@ IN_A_FRESH_PROCESS = """
 
 def test_torch_alone_is_needed() -> None:
     """Everything runs in a process that has imported neither Megatron nor transformers, nor the
-    command line; what comes beside torch is ours and the standard library's, so that the import
+    command line; what is imported besides torch is ours and the standard library's, so that the import
     costs a fraction of torch's."""
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(IN_A_FRESH_PROCESS)],
@@ -133,7 +133,7 @@ def test_token_weights_sum_to_what_the_reduction_is_a_mean_of(reduction: str) ->
     assert float((u * mask).sum()) == pytest.approx(wanted)
 
 
-def test_every_sequence_is_a_rollout_unless_told() -> None:
+def test_every_sequence_is_a_rollout_by_default() -> None:
     mask = random_step(8)["loss_mask"]
     assert torch.equal(token_weights("rollout_mean", mask), token_weights("sequence_mean", mask))
 

@@ -454,7 +454,7 @@ def test_supervised_training_takes_no_correction(tmp_path: Path, correction: str
 
 def test_the_tables_are_complete() -> None:
     """Every setting that switches a correction on is in one of them, and every flag means the
-    configuration beside it."""
+    configuration next to it."""
     switched = {
         f.name
         for f in dataclasses.fields(OffPolicyConfig)

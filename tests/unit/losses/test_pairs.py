@@ -154,7 +154,7 @@ def test_far_answers_stay_finite() -> None:
     assert value(found) == pytest.approx(-50.0)
 
 
-def test_what_it_needs_is_said() -> None:
+def test_what_it_needs_is_reported() -> None:
     s = step()
     u = token_weights("sequence_mean", s["loss_mask"])
     with pytest.raises(ValueError, match="needs ref_log_probs, and the batch has none"):

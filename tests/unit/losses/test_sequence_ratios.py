@@ -41,7 +41,7 @@ def test_a_rejected_sequence_may_hold_anything(name: str, poison: float) -> None
     assert not actual[rejected].any()
 
 
-def test_sequence_losses_are_told_apart_from_ppo() -> None:
+def test_sequence_losses_are_distinguished_from_ppo() -> None:
     """With one token in each sequence gspo is ppo; with more it is not."""
     log_ratio, advantages = doubles([0.3, -0.2, 0.05], [1.0, -1.0, 0.5])
     ppo, gspo = policy_losses.get("ppo"), policy_losses.get("gspo")

@@ -153,7 +153,7 @@ def test_work_of_a_mixture_of_experts_counts_the_experts_that_a_token_visits() -
 
 @pytest.mark.parametrize("budget", [None, 1, 30, 1000])
 def test_pairs_stay_together_in_their_order(budget: int | None) -> None:
-    """Also beyond the budget, and beside micro-batches of padding."""
+    """Also beyond the budget, and with micro-batches of padding."""
     size = MicroBatchSize(4, budget, together=2)
     parts = make_micro_batches(SAMPLES, size, layout(pp_size=3, vp_size=2 if budget else 1))
     for row in parts.rows:

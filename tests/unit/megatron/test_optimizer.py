@@ -193,7 +193,7 @@ def step(model: Any, optimizer: Any, seed: int) -> float:
 
 @pytest.mark.parametrize("steps_before", [0, 2])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_resumed_optimizer_goes_on_as_if_never_stopped(
+def test_a_resumed_optimizer_continues_as_if_never_stopped(
     one_process: None, tmp_path: Path, kind: str, steps_before: int
 ) -> None:
     from megatron.core import dist_checkpointing

@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 def sample(prompt: int, response: int, first_token: int) -> TrainSample:
     tokens = torch.arange(first_token, first_token + prompt + response)
     mask = torch.ones(response, dtype=torch.bool)
-    # each value tells which token it belongs to
+    # each value shows which token it belongs to
     values = tokens[prompt:].float()
     return TrainSample(
         tokens, response, mask, values / 1000, advantages=values, old_log_probs=-values

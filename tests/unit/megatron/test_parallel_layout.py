@@ -65,7 +65,7 @@ def test_every_global_is_exchanged(two: tuple[ParallelLayout, ParallelLayout]) -
     } <= known.keys()
 
 
-def test_random_states_go_on_where_they_were(two: tuple[ParallelLayout, ParallelLayout]) -> None:
+def test_random_states_continue_where_they_were(two: tuple[ParallelLayout, ParallelLayout]) -> None:
     first, second = two
 
     def draw() -> list[float]:

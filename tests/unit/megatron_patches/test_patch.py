@@ -571,7 +571,7 @@ def _step(model: Any, optimizer: Any, seed: int) -> None:
 
 
 @pytest.mark.parametrize("steps_before", [0, 2])
-def test_a_resumed_adam_goes_on_as_if_never_stopped(
+def test_a_resumed_adam_continues_as_if_never_stopped(
     one_process: None, tmp_path: Path, steps_before: int
 ) -> None:
     from megatron.core import dist_checkpointing

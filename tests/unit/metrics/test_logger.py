@@ -121,7 +121,7 @@ def test_without_tensorboard_only_one_file_is_written(tmp_path: Path) -> None:
 
 
 def test_a_line_that_a_kill_after_the_checkpoint_has_lost(tmp_path: Path) -> None:
-    """The checkpoint has its numbers. A run in a folder of its own begins with its own lines."""
+    """The checkpoint has its numbers. A run in its own folder begins with its own lines."""
     path = _write(tmp_path, range(1, 3), 0.0)
     last = to_json({"x": 3.25, "y": float("nan")})
     for saved in (last, to_json({"x": 99.0})):

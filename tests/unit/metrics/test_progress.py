@@ -60,7 +60,7 @@ def test_a_phase_that_raises_is_timed_and_left(clock: Clock) -> None:
     assert timer.take()["perf/train_s"] == 4.0
 
 
-def test_phase_seconds_are_told_from_rates_and_the_step() -> None:
+def test_phase_seconds_are_distinguished_from_rates_and_the_step() -> None:
     metrics = {
         "perf/save_s": 1.0,
         "perf/odd_s": 2.0,
@@ -160,7 +160,7 @@ def test_sparkline() -> None:
 
 def test_engines_side_by_side() -> None:
     """benchmarks/engine_table.py: seconds are sums over the run, and what was sampled while the
-    training went on is told."""
+    training continued is reported."""
     from benchmarks.engine_table import HEAD, table_row
 
     rows = [

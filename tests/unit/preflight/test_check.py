@@ -83,7 +83,7 @@ def tiny(
     return parse_args(argv, 1)
 
 
-# in a process of its own: other tests leave megatron-core's globals and patched modules behind
+# in its own process: other tests leave megatron-core's globals and patched modules behind
 LOOK = """
 import json, sys
 import megatron_patches

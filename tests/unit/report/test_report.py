@@ -323,7 +323,7 @@ def test_a_run_that_ended_early_and_its_errors(tmp_path: Path) -> None:
     ]
 
 
-def test_names_tell_runs_apart() -> None:
+def test_names_distinguish_runs() -> None:
     assert run_names([Path("/a/x"), Path("/a/y")]) == ["x", "y"]
     assert run_names([Path("/a/run"), Path("/b/run")]) == ["a/run", "b/run"]
     assert run_names([Path("/a/run"), Path("/a/run")]) == ["run (1)", "run (2)"]

@@ -188,7 +188,7 @@ def test_a_long_answer_is_refused() -> None:
     assert watched(lambda: task.score("1" * 10001, None, metadata)) is None
     assert watched(lambda: task.score("x" * 20000 + "<answer>1</answer>", None, metadata)) == 0.0
     assert task.score("1" * 10001, None, metadata) == 0.0
-    evaluation.refuse()  # outside of `watched`: goes on
+    evaluation.refuse()  # outside of `watched`: continues
 
 
 def test_a_worker_refuses_what_would_run_code() -> None:

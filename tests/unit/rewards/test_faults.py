@@ -77,7 +77,7 @@ def score(args, sample):
 @pytest.mark.skipif(sys.platform != "linux", reason="needs subreapers")
 @pytest.mark.parametrize("then", ["pass", "os._exit(3)"])
 def test_daemons_end_with_the_worker(tmp_path: Path, then: str) -> None:
-    """Of a double fork, in a session of their own; also where the worker dies."""
+    """Of a double fork, in their own session; also where the worker dies."""
     path = write(tmp_path, DAEMON.format(pids=str(tmp_path / "pids"), then=then))
     with Grader(custom_rm_path=path, rm_num_workers=1, rm_timeout_s=100) as grader:
         (graded,) = grader.grade([make(0)])

@@ -338,7 +338,7 @@ def test_values_that_leave_the_baseline_and_samples_that_fail(custom, caplog, ca
         "",
         "",
         "",
-    )  # every rank grades: what to tell is the trainer's
+    )  # every rank grades: reports are the trainer's
     grader.grade(samples[2:4])
     assert (grader.last_failure, grader.last_nonfinite) == (None, "sample 2: the reward is -inf")
     grader.grade([samples[3], samples[5]])

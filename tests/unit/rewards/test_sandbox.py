@@ -276,7 +276,7 @@ def test_the_reward(response: str, tests: list[dict[str, str]], expected: float)
         ({"tests": ADD, "memory_mb": "many"}, "'memory_mb' .* is 'many'"),
     ],
 )
-def test_wrong_tests_are_told(metadata: dict[str, object], words: str) -> None:
+def test_wrong_tests_are_reported(metadata: dict[str, object], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         code.score("", None, metadata)
 

@@ -108,7 +108,7 @@ ATTACKS = {
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_an_attack_costs_its_own_sample_alone(attack: str) -> None:
     """On its zygote: those before and behind it, with the same worker, have their rewards, and the
-    worker and the zygote go on."""
+    worker and the zygote continue."""
     tests = {"tests": [{"stdin": "2", "stdout": "4"}], "timeout_s": 3}
     right = "print(2 * int(input()))"
     samples: list[Sample] = [

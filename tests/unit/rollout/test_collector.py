@@ -188,7 +188,7 @@ def test_over_sampling_keeps_the_first_to_end(tmp_path: Path) -> None:
     assert ids(full_one.groups) == [0, 1] and full_one.metrics["rollout/groups_surplus"] == 2
 
 
-def test_partial_groups_go_on_in_the_next_rollout(tmp_path: Path) -> None:
+def test_partial_groups_continue_in_the_next_rollout(tmp_path: Path) -> None:
     script = Script(lambda i: 10 if i // 2 in (0, 2) else 3, float)
     c = collector(
         tmp_path,
@@ -242,7 +242,7 @@ def test_older_tokens_are_masked_on_request(tmp_path: Path) -> None:
 
 
 def test_the_buffer_goes_through_json_bit_by_bit(tmp_path: Path) -> None:
-    """A collector that is restored in the middle goes on as one that was not."""
+    """A collector that is restored in the middle continues as one that was not."""
     script = Script(lambda i: 5 + i % 7, lambda i: math.nan if i % 5 == 0 else i / 3)
     flags = ("--over-sampling-batch-size", "4", "--partial-rollout", "--rollout-slice-len", "2")
     c = collector(tmp_path, script, *flags)

@@ -104,7 +104,7 @@ def play(
     model = Model(cast(GenerationClient, engine), Letters(), sampling, seed_of)
     (sample,) = custom.run([Sample.empty(prompt, 9)], model, evaluation=False)
     assert {i for i, _ in seeds} <= {9} and len(set(seeds)) == len(seeds), (
-        "every request has a seed of its own"
+        "every request has its own seed"
     )
     return sample
 

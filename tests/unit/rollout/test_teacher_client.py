@@ -184,7 +184,7 @@ def test_a_sample_without_an_answer_is_given_up_and_counted(server: FakeServer, 
 
 
 def test_a_token_that_the_teacher_may_not_know_gives_the_sample_up(server: FakeServer) -> None:
-    """One without a text; SGLang would tell the log-prob of its last token instead."""
+    """One without a text; SGLang would report the log-prob of its last token instead."""
     (first, *_) = groups()
     tokens = first.samples[0].tokens.clone()
     tokens[-1] = 101

@@ -1,4 +1,4 @@
-"""What ranks tell each other of samples: rows of an index, and tensors as bytes."""
+"""What ranks exchange of samples: rows of an index, and tensors as bytes."""
 
 from __future__ import annotations
 

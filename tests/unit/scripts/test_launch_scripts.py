@@ -163,7 +163,7 @@ def test_slurm_starts_torchrun_on_each_node(tmp_path: Path) -> None:
         ("143", "0", "0", 1, "the trainer ended with status 143"),
     ],
 )
-def test_slurm_passes_sigterm_on_and_requeues_what_can_go_on(
+def test_slurm_passes_sigterm_on_and_requeues_what_can_continue(
     tmp_path: Path, left: str, requeue: str, restarts: str, status: int, words: str
 ) -> None:
     """left: the status that rank 0 leaves. 143: it had no --save."""

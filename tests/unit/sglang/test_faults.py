@@ -55,7 +55,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return make_served_model(tmp_path_factory.mktemp("model"), seed=0)
 
 
-def test_servers_that_start_slowly_are_told_about(
+def test_servers_that_start_slowly_are_reported(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A start of minutes must not look like a hang: who is waited for, how long, and until when."""
@@ -224,7 +224,7 @@ def test_a_wrong_answer_is_a_rejected_sample(
     one: tuple[FakeServer, SglangEngine], name: str
 ) -> None:
     """Nothing of it is passed on, padded or cut; it is counted, not asked for again, and the
-    request's id is told."""
+    request's id is reported."""
     server, engine = one
     fault, words = WRONG[name]
     server.faults, before = [fault], server.count("/generate")
@@ -298,7 +298,7 @@ def test_a_server_that_keeps_answering_under_other_weights_stays_out(model: str)
 
 
 def test_a_server_behind_a_router_that_has_other_weights_is_found(model: str) -> None:
-    """The router does not tell who answered: the servers are asked directly, and the one is out."""
+    """The router does not say who answered: the servers are asked directly, and the one is out."""
     with fake_servers(model, 2) as (server, fake):
         router = Router(fake.url, None, 1.0)
         with engine_of(model, [server], router=router, synced=False) as engine:
@@ -426,7 +426,7 @@ def test_a_control_call_has_a_total_deadline(in_header: bool) -> None:
 
 
 class TooMuch(BaseHTTPRequestHandler):
-    """Answers twice at once, the second time with -1, and sets a cookie of its own each time."""
+    """Answers twice at once, the second time with -1, and sets its own cookie each time."""
 
     protocol_version = "HTTP/1.1"
     cookies: list[str | None] = []  # noqa: RUF012 (of all requests)
@@ -587,7 +587,7 @@ def test_when_no_server_is_left(model: str) -> None:
             engine.check_health()
 
 
-def test_an_abort_returns_at_once_and_is_told_to_the_server(model: str) -> None:
+def test_an_abort_returns_at_once_and_is_sent_to_the_server(model: str) -> None:
     with fake_servers(model, 1) as (server,), engine_of(model, [server]) as engine:
         server.pace_s = lambda body: 0.3  # else the answer may be there before the abort
         server.faults = [
@@ -662,7 +662,7 @@ def test_weights_in_requests(model: str) -> None:
 
 
 @pytest.mark.parametrize("transport", ["broadcast", "tensor"])
-def test_a_server_that_does_not_tell_its_size_is_out(model: str, transport: str) -> None:
+def test_a_server_that_does_not_report_its_size_is_out(model: str, transport: str) -> None:
     """The update is given up, not the run: all ranks make another attempt, for the servers that are
     left."""
     with (
@@ -677,7 +677,7 @@ def test_a_server_that_does_not_tell_its_size_is_out(model: str, transport: str)
 
 
 def test_memory_is_given_back_where_it_was_taken(model: str) -> None:
-    """A server that was out between the two has been started again: it would end over being told to
+    """A server that was out between the two has been started again: it would end over being asked to
     take back what it has."""
     with fake_servers(model, 2) as servers, engine_of(model, servers, colocated=True) as engine:
         engine.release_memory()
@@ -702,7 +702,7 @@ def test_memory_is_given_back_where_it_was_taken(model: str) -> None:
         )
 
 
-def test_servers_go_on_after_an_update_that_is_made_again(model: str) -> None:
+def test_servers_continue_after_an_update_that_is_made_again(model: str) -> None:
     """They stay paused between the two attempts, and not after the second."""
     with fake_servers(model, 1) as (server,), engine_of(model, [server]) as engine:
         update = engine._updater.update
@@ -780,7 +780,7 @@ def wait_until(condition: Callable[[], bool], seconds: float = 120.0) -> None:
 
 
 def test_a_server_that_is_lost_in_a_probe_is_out_and_the_others_are_probed(model: str) -> None:
-    """As at any other time: the run goes on with the others. One that answers wrongly ends it, and
+    """As at any other time: the run continues with the others. One that answers wrongly ends it, and
     so does the last one."""
     with fake_servers(model, 2) as servers, engine_of(model, servers) as engine:
         servers[0].probe_faults = [death] * len(REQUESTS)

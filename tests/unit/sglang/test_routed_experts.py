@@ -1,4 +1,4 @@
-"""The experts that servers tell of every token: read as they are, and nothing that cannot be right
+"""The experts that servers report for every token: read as they are, and nothing that cannot be right
 is passed on."""
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def test_a_router_is_passed_by(
         assert router.count("/generate") > 0
 
 
-def test_servers_that_are_started_tell_routes(tmp_path: Path) -> None:
+def test_servers_that_are_started_report_routes(tmp_path: Path) -> None:
     config = parse_args(complete(tmp_path), 1)
     config = replace(
         config, sglang=replace(config.sglang, rollout_num_gpus=2, sglang_python="python")
@@ -208,7 +208,7 @@ def test_an_aborted_request_may_have_none() -> None:
         read_routed_experts(None, request, ended, FORMAT)
 
 
-def test_a_server_that_tells_none_is_named_before_the_run(
+def test_a_server_that_reports_none_is_named_before_the_run(
     one: tuple[FakeServer, SglangEngine],
 ) -> None:
     server, engine = one

@@ -92,7 +92,7 @@ def write(folder: Path, config: dict[str, Any], stored: Stored) -> str:
 @pytest.mark.parametrize("name", FORMATS)
 def test_what_is_stored_is_read_to_the_bit(name: str, tmp_path: Path) -> None:
     """Whole and in parts, along either dimension, and rounded once to a parameter's dtype; a plain
-    tensor beside it stays what it is."""
+    tensor next to it stays what it is."""
     config, stored, exact = FORMATS[name]()
     plain = torch.randn(3, 3).bfloat16()
     folder = write(

@@ -1,5 +1,5 @@
-"""Schedules that do not fit the length of a run, and rewards that do not fit an estimator, are told
-before or as soon as they are known."""
+"""Schedules that do not fit the length of a run, and rewards that do not fit an estimator, are
+reported before or as soon as they are known."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def warnings_of(folder: Path, flags: str) -> list[str]:
         ("--advantage-estimator maxrl --rm-type dapo", "--rm-type dapo gives 1 and -1"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_the_run_is_told(tmp_path: Path, flags: str, words: str) -> None:
+def test_what_does_not_fit_the_run_is_reported(tmp_path: Path, flags: str, words: str) -> None:
     (text,) = warnings_of(tmp_path, flags)
     assert words in text
 
@@ -66,7 +66,7 @@ def test_what_fits_is_not(tmp_path: Path, flags: str) -> None:
     assert warnings_of(tmp_path, flags) == []
 
 
-def test_a_run_of_epochs_is_told_when_its_length_is_known(tmp_path: Path) -> None:
+def test_a_run_of_epochs_is_reported_when_its_length_is_known(tmp_path: Path) -> None:
     flags = ("--num-epoch", "3", "--lr-warmup-iters", "20")
     config = parse_args(complete(tmp_path, *flags, without=("--num-rollout",)), 1)
     assert not [text for text in config.warnings if "warmup" in text]
@@ -75,7 +75,7 @@ def test_a_run_of_epochs_is_told_when_its_length_is_known(tmp_path: Path) -> Non
     assert "never reaches --lr" in text
 
 
-def test_negative_rewards_of_any_function_are_told_once(
+def test_negative_rewards_of_any_function_are_reported_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = parse_args(complete(tmp_path, "--advantage-estimator", "maxrl"), 1)

@@ -106,7 +106,7 @@ def test_every_rule_is_broken_somewhere() -> None:
     assert {rule.__name__ for rule in LORA_RULES} == {case[0] for case in REFUSED if case[0]}
 
 
-def test_overlap_is_told_to_have_no_effect(tmp_path: Path) -> None:
+def test_overlap_has_no_effect(tmp_path: Path) -> None:
     config = parse(
         tmp_path,
         "--lora-rank 4 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",

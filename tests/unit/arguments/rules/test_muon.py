@@ -26,7 +26,7 @@ MUON = "--optimizer muon"
 def installed(
     monkeypatch: pytest.MonkeyPatch, version: str | None, megatron: str, triton: bool = True
 ) -> None:
-    """As if this version of the package, or none, were beside this megatron-core."""
+    """As if this version of the package, or none, were next to this megatron-core."""
     find_spec, version_of = importlib.util.find_spec, metadata.version
     there = {"emerging_optimizers": version is not None, "triton": triton}
 
@@ -149,7 +149,7 @@ def test_a_setting_of_muon_without_it_is_an_error(tmp_path: Path) -> None:
         parse(tmp_path, "--muon-momentum 0.9")
 
 
-def test_blocks_of_the_layout_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_of_the_layout_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch, "0.1.0", "0.16.1")
     blocks, size = "--muon-tp-mode blockwise", "--tensor-model-parallel-size 2"
     for flags, ranks, reported in (

@@ -205,7 +205,7 @@ REFUSED = [
 )
 def test_refused(tmp_path: Path, rule: str, flags: str, flag: str, message: str) -> None:
     found = problems_of(tmp_path, flags)
-    assert [p.flag for p in found] == [flag], "one mistake is told once"
+    assert [p.flag for p in found] == [flag], "one mistake is reported once"
     assert message in str(found[0])
 
 

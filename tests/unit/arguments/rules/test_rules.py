@@ -377,7 +377,7 @@ def test_a_broken_rule(
     named = [p for p in found if p.flag == flag and wording in str(p)]
     assert named, "\n".join(map(str, found))
     others = {p.flag for p in found} - {flag}
-    assert not others or "check_debug_flags" in rule, "one mistake is told once"
+    assert not others or "check_debug_flags" in rule, "one mistake is reported once"
 
 
 def test_declarations_name_settings_that_exist() -> None:
@@ -548,7 +548,7 @@ def test_a_task_source_scores_itself_unless_a_reward_is_chosen(tmp_path: Path) -
     )
     file = ("--eval-interval", "2", "--eval-prompt-data", "a", f"{tmp_path}/prompts.jsonl")
     (found,) = problems_of(complete(tmp_path, *source, *file, without=left_out), 1)
-    assert found.flag == "--rm-type", "a file beside it has no scorer"
+    assert found.flag == "--rm-type", "a file next to it has no scorer"
     assert (
         parse_args(
             complete(tmp_path, *source, "--rm-type", "math", without=left_out), 1
@@ -650,7 +650,7 @@ GOOD, OTHER = b'{"input": "1+1=", "label": "2"}', b'{"question": "1+1="}'
         ([b"\xef\xbb\xbf" + GOOD], 0, {"input", "label"}),
         ([b"", b"  ", OTHER], 0, {"question"}),
         ([OTHER, GOOD], 1, {"input", "label", "question"}),
-        ([OTHER, b"{", GOOD], 1, None),  # told with its line by the pass over the whole file
+        ([OTHER, b"{", GOOD], 1, None),  # reported with its line by the pass over the whole file
         ([b"[1]"], 0, None),
         ([b""], 0, None),
         ([OTHER], 1000, None),
@@ -669,7 +669,7 @@ def test_keys_of_a_parquet_file_are_its_columns(tmp_path):
     assert first_keys(path, 0) is None
 
 
-def test_a_job_that_goes_on_with_fewer_nodes_may_have_fewer_processes(
+def test_a_job_that_continues_with_fewer_nodes_may_have_fewer_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = "--actor-num-nodes 2 --actor-num-gpus-per-node 2 --tensor-model-parallel-size 2"

@@ -412,7 +412,7 @@ def test_args_have_every_flag_and_can_be_sent(tmp_path: Path) -> None:
         args.lr = 1.0
 
 
-def test_attributes_that_others_cannot_have_are_told(
+def test_attributes_that_others_cannot_have_are_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     given = to_slime(sample(0, "7"))

@@ -125,7 +125,7 @@ WRONG: dict[str, tuple[Callable[[Data], object], str]] = {
 
 
 @pytest.mark.parametrize("kind", WRONG)
-def test_what_is_wrong_is_told(kind: str) -> None:
+def test_what_is_wrong_is_reported(kind: str) -> None:
     change, words = WRONG[kind]
     data = data_of(given())
     change(data)
@@ -134,7 +134,7 @@ def test_what_is_wrong_is_told(kind: str) -> None:
     assert str(caught.value).startswith(NAME) and words in str(caught.value)
 
 
-def test_other_results_and_siblings_that_differ_are_told() -> None:
+def test_other_results_and_siblings_that_differ_are_reported() -> None:
     with pytest.raises(ValueError, match="returned list; return a dict of lists"):
         read([])
     data = {key: values[:2] for key, values in data_of(given()).items()}

@@ -241,7 +241,7 @@ class LargestTensor(TorchDispatchMode):
 
 
 def test_no_tensor_is_as_large_as_the_logits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forward and backward of 64 rows x 512 tokens: beside the weight's own gradient nothing is
+    """Forward and backward of 64 rows x 512 tokens: besides the weight's own gradient nothing is
     larger than two blocks."""
     monkeypatch.setattr(fused_linear_logprob, "BLOCK_ELEMENTS_CPU", 1024)
     hidden, weight = torch.randn(64, 4, requires_grad=True), torch.randn(512, 4, requires_grad=True)

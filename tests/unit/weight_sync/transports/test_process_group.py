@@ -36,7 +36,7 @@ def test_a_refusal_ends_a_first_broadcast_that_blocks(monkeypatch: pytest.Monkey
     all_joined.set()
 
 
-def test_what_the_broadcast_raises_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_broadcast_raises_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*words: object, **named: object) -> None:
         raise RuntimeError("NCCL error: unhandled system error\nand more")
 
