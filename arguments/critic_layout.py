@@ -10,6 +10,7 @@ from typing import Any
 from arguments.megatron_configs import build_megatron_configs
 from arguments.rules.algorithm import check_legacy_reduction, has_critic
 from arguments.rules.base import Rule, Settings
+from arguments.rules.declared import check_declared_rules
 from arguments.rules.layout import (
     BATCH_RULES,
     PARALLEL_RULES,
@@ -30,8 +31,16 @@ LAYOUT = tuple(
 )
 INTERLEAVED = {"num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage"}
 _POLICY_FLAG = re.compile(f"--({'|'.join(flag_name(name)[2:] for name in LAYOUT)})(?![\\w-])")
+
+
+def check_declared_layout(s: Settings) -> list[Problem]:
+    """The declared rules of the layout."""
+    return [p for p in check_declared_rules(s) if p.flag in map(flag_name, LAYOUT)]
+
+
 # All rules that depend on a layout; problems independent of it are reported once, for the policy.
 RULES: tuple[Rule, ...] = (
+    check_declared_layout,
     *PARALLEL_RULES,
     *MOE_RULES,
     *BATCH_RULES,
@@ -51,18 +60,13 @@ def critic_parallel(critic: CriticConfig, policy: ParallelConfig) -> ParallelCon
     size are not inherited: the interleaved schedule if the pipeline size differs, expert tensor
     parallelism and sequence parallelism if the tensor-parallel size differs."""
     flags = layout_flags(critic)
-    sizes = dataclasses.replace(policy, **flags)
-    if (
-        INTERLEAVED & flags.keys()
-        or sizes.pipeline_model_parallel_size != policy.pipeline_model_parallel_size
-    ):
-        stages = flags.get("num_virtual_stages_per_pipeline_rank")
-        layers = flags.get("num_layers_per_virtual_pipeline_stage")
-        sizes = dataclasses.replace(
-            sizes,
-            num_virtual_stages_per_pipeline_rank=None if stages == 1 else stages,
-            num_layers_per_virtual_pipeline_stage=layers,
-        )
+    pipeline = flags.get("pipeline_model_parallel_size", policy.pipeline_model_parallel_size)
+    interleaved = {}
+    if INTERLEAVED & flags.keys() or pipeline != policy.pipeline_model_parallel_size:
+        interleaved = {name: flags.get(name) for name in INTERLEAVED}
+        if flags.get("num_virtual_stages_per_pipeline_rank") == 1:
+            interleaved["num_virtual_stages_per_pipeline_rank"] = None
+    sizes = dataclasses.replace(policy, **(flags | interleaved))
     if sizes.tensor_model_parallel_size != policy.tensor_model_parallel_size:
         sizes = dataclasses.replace(
             sizes, expert_tensor_parallel_size=flags.get("expert_tensor_parallel_size")

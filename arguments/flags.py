@@ -61,6 +61,7 @@ class Flag:
     excludes: tuple[str, ...] = ()
     required_with: tuple[str, ...] = ()
     idle_without: tuple[str, ...] = ()
+    relations: tuple[tuple[str, str], ...] = ()  # (kind, name of the other setting)
 
     @property
     def name(self) -> str:
@@ -151,6 +152,7 @@ def flags_of(
                 excludes=meta.get("excludes", ()),
                 required_with=meta.get("required_with", ()),
                 idle_without=meta.get("idle_without", ()),
+                relations=meta.get("relations", ()),
             )
         )
     return flags

@@ -151,7 +151,12 @@ def _flag(name: str, group: str, source: SourceField, shape: Shape | None) -> Fl
         default=source.default,
         default_text=row.default,
         choices=row.choices or shape.choices,
+        legal=row.legal,
         needs=row.needs,
+        only_with=row.only_with,
+        excludes=row.excludes,
+        required_with=row.required_with,
+        relations=row.relations,
         rejection="" if name in FIELDS else _reason(name),
     )
 

@@ -11,6 +11,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from arguments.flags import Shape
+from slime_like.config import (
+    AT_LEAST_ONE,
+    NON_NEGATIVE,
+    POSITIVE,
+    UNIT_OPEN_HIGH,
+    UNIT_OPEN_LOW,
+    Range,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +36,13 @@ class MegatronField:
     # a torch.dtype; `arguments/rules/training.py` has further restrictions
     dtypes: tuple[str, ...] = ()
     choices: tuple[str, ...] = ()  # supported values; a release may have more
-    needs: tuple[str, ...] = ()  # as in `slime_like.config.arg`
+    legal: Range | None = None
+    # as in `slime_like.config.arg`
+    needs: tuple[str, ...] = ()
+    only_with: tuple[str, ...] = ()
+    excludes: tuple[str, ...] = ()
+    required_with: tuple[str, ...] = ()
+    relations: tuple[tuple[str, str], ...] = ()
     default: str = ""  # text of the default, where it is not megatron-core's own
     some_releases: bool = False  # some supported releases lack the field
 
@@ -42,6 +56,7 @@ NETWORK: Mapping[str, MegatronField] = {
     "num_layers": MegatronField(
         "Transformer layers of the whole model, over all pipeline stages.",
         default="from --hf-checkpoint",
+        legal=AT_LEAST_ONE,
     ),
     "num_layers_in_first_pipeline_stage": MegatronField(
         "Layers of the first pipeline stage; the others share the rest equally.",
@@ -62,23 +77,29 @@ NETWORK: Mapping[str, MegatronField] = {
     "account_for_loss_in_pipeline_split": MegatronField(
         "Count the loss as a layer of the last pipeline stage when splitting layers."
     ),
-    "hidden_size": MegatronField("Hidden size of the transformer.", default="from --hf-checkpoint"),
+    "hidden_size": MegatronField(
+        "Hidden size of the transformer.", default="from --hf-checkpoint", legal=AT_LEAST_ONE
+    ),
     "num_attention_heads": MegatronField(
         "Query heads per attention layer; must be divisible by --tensor-model-parallel-size.",
         default="from --hf-checkpoint",
+        legal=AT_LEAST_ONE,
     ),
     "num_query_groups": MegatronField(
         "Key-value heads per attention layer (grouped-query attention); a divisor of "
         "--num-attention-heads.",
         default="from --hf-checkpoint, else --num-attention-heads",
+        legal=AT_LEAST_ONE,
     ),
     "kv_channels": MegatronField(
         "Dimension of one attention head.",
         default="from --hf-checkpoint, else --hidden-size / --num-attention-heads",
+        legal=AT_LEAST_ONE,
     ),
     "ffn_hidden_size": MegatronField(
         "Inner size of a dense layer's MLP; of a gated MLP, of each of its two projections.",
         default="from --hf-checkpoint, else 4 * --hidden-size",
+        legal=AT_LEAST_ONE,
     ),
     "attention_backend": MegatronField(
         "Attention kernel: flash, fused and unfused need Transformer Engine layers, local is "
@@ -90,9 +111,12 @@ NETWORK: Mapping[str, MegatronField] = {
         "Dropout probability of embeddings and of the outputs of attention and MLP; not read "
         "from the checkpoint.",
         default="0.0",
+        legal=UNIT_OPEN_HIGH,
     ),
     "attention_dropout": MegatronField(
-        "Dropout probability of attention weights; not read from the checkpoint.", default="0.0"
+        "Dropout probability of attention weights; not read from the checkpoint.",
+        default="0.0",
+        legal=UNIT_OPEN_HIGH,
     ),
     "fp32_residual_connection": MegatronField("Keep the residual stream in float32."),
     "layernorm_epsilon": MegatronField(
@@ -173,18 +197,25 @@ NETWORK: Mapping[str, MegatronField] = {
         "Full recomputation: uniform stores the input of every --recompute-num-layers layers, "
         "block recomputes that many layers only.",
         choices=("uniform", "block"),
+        only_with=("recompute_granularity=full",),
+        required_with=("recompute_granularity=full",),
     ),
     "recompute_num_layers": MegatronField(
         "Full recomputation: layers per recomputed unit (uniform), or recomputed layers per "
-        "pipeline chunk (block)."
+        "pipeline chunk (block).",
+        only_with=("recompute_granularity=full",),
+        required_with=("recompute_granularity=full",),
     ),
     "recompute_modules": MegatronField(
         "Selective recomputation: modules to recompute; default: core_attn.",
         choices=("core_attn", "mlp", "layernorm", "moe", "shared_experts"),
+        only_with=("recompute_granularity=selective",),
     ),
     "distribute_saved_activations": MegatronField(
         "Full recomputation: shard saved layer inputs over tensor-parallel ranks; not with "
-        "--sequence-parallel."
+        "--sequence-parallel.",
+        needs=("recompute_granularity=full", "tensor_model_parallel_size>1"),
+        excludes=("sequence_parallel, which shards activations",),
     ),
     "perform_initialization": MegatronField(
         "Initialise weights; --no-initialization leaves them undefined until they are loaded."
@@ -277,10 +308,12 @@ EXPERTS: Mapping[str, MegatronField] = {
     "moe_aux_loss_coeff": MegatronField(
         "Weight of the auxiliary loss, one per --moe-router-load-balancing-type; 0: no such loss.",
         shape=Shape("list", float),
+        legal=NON_NEGATIVE,
     ),
     "moe_z_loss_coeff": MegatronField(
         "Weight of the z-loss (mean squared log-sum-exp of the router logits); default: no such"
-        " loss."
+        " loss.",
+        legal=NON_NEGATIVE,
     ),
     "moe_router_enable_expert_bias": MegatronField(
         "Balance experts by a score bias that is updated after each optimizer step and affects "
@@ -323,55 +356,74 @@ EXPERTS: Mapping[str, MegatronField] = {
 }
 
 OPTIMIZER: Mapping[str, MegatronField] = {
-    "lr": MegatronField("Peak learning rate, reached after warm-up.", default="none; required"),
+    "lr": MegatronField(
+        "Peak learning rate, reached after warm-up.", default="none; required", legal=POSITIVE
+    ),
     "min_lr": MegatronField(
-        "Minimum learning rate, after decay; ignored with --lr-decay-style constant.", default="0.0"
+        "Minimum learning rate, after decay; ignored with --lr-decay-style constant.",
+        default="0.0",
+        legal=NON_NEGATIVE,
+        relations=(("at_most", "lr"),),
     ),
     "decoupled_lr": MegatronField(
-        "Peak learning rate of the embedding and the output layer; default: --lr."
+        "Peak learning rate of the embedding and the output layer; default: --lr.",
+        excludes=("lora_rank, which freezes the embedding and the output layer",),
     ),
     "decoupled_min_lr": MegatronField(
         "Minimum learning rate of the embedding and the output layer, with --decoupled-lr; "
-        "default: --min-lr."
+        "default: --min-lr.",
+        excludes=("lora_rank, which freezes the embedding and the output layer",),
     ),
     "weight_decay": MegatronField(
-        "Weight decay coefficient; biases and one-dimensional weights are exempt."
+        "Weight decay coefficient; biases and one-dimensional weights are exempt.",
+        legal=NON_NEGATIVE,
     ),
     "apply_wd_to_qk_layernorm": MegatronField(
         "Apply weight decay to the scales of --qk-layernorm too."
     ),
     "use_precision_aware_optimizer": MegatronField(
         "Set the dtypes of optimizer state with the --*-dtype flags; needs Adam and "
-        "--use-distributed-optimizer."
+        "--use-distributed-optimizer.",
+        needs=("optimizer=adam", "use_distributed_optimizer"),
+        excludes=("lora_rank",),
     ),
     "main_grads_dtype": MegatronField(
         "Precision-aware optimizer: dtype of the gradient buffers; bf16 needs --bf16.",
         dtypes=("fp32", "bf16"),
         default="fp32",
+        needs=("use_precision_aware_optimizer",),
     ),
     "main_params_dtype": MegatronField(
         "Precision-aware optimizer: dtype of the main weights; fp16 needs Transformer Engine.",
         dtypes=("fp32", "fp16"),
         default="fp32",
+        needs=("use_precision_aware_optimizer",),
+        excludes=("optimizer_cpu_offload",),
     ),
     "exp_avg_dtype": MegatronField(
         "Precision-aware optimizer: dtype of Adam's first moment; fp16 and fp8 need Transformer"
         " Engine.",
         dtypes=("fp32", "fp16", "bf16", "fp8"),
         default="fp32",
+        needs=("use_precision_aware_optimizer",),
+        excludes=("optimizer_cpu_offload",),
     ),
     "exp_avg_sq_dtype": MegatronField(
         "Precision-aware optimizer: dtype of Adam's second moment; fp16 and fp8 need "
         "Transformer Engine.",
         dtypes=("fp32", "fp16", "bf16", "fp8"),
         default="fp32",
+        needs=("use_precision_aware_optimizer",),
+        excludes=("optimizer_cpu_offload",),
     ),
     "optimizer": MegatronField(
         "Optimizer: Adam (AdamW unless --no-decoupled-weight-decay), SGD, or Muon for matrices "
         "with AdamW for the rest (needs emerging_optimizers).",
         choices=("adam", "sgd", "muon"),
     ),
-    "muon_momentum": MegatronField("Momentum of Muon.", needs=("optimizer=muon",)),
+    "muon_momentum": MegatronField(
+        "Momentum of Muon.", needs=("optimizer=muon",), legal=UNIT_OPEN_HIGH
+    ),
     "muon_split_qkv": MegatronField(
         "Orthogonalise the query, key and value projections separately; --muon-no-split-qkv: as"
         " one matrix.",
@@ -407,7 +459,7 @@ OPTIMIZER: Mapping[str, MegatronField] = {
         some_releases=True,
     ),
     "muon_num_ns_steps": MegatronField(
-        "Newton-Schulz iterations of Muon.", needs=("optimizer=muon",)
+        "Newton-Schulz iterations of Muon.", needs=("optimizer=muon",), legal=AT_LEAST_ONE
     ),
     "muon_tp_mode": MegatronField(
         "Tensor-parallel weights: duplicated and distributed orthogonalise the full matrix; "
@@ -417,18 +469,25 @@ OPTIMIZER: Mapping[str, MegatronField] = {
         default="duplicated",
     ),
     "muon_extra_scale_factor": MegatronField(
-        "Additional scale of Muon's update; 0.2 matches AdamW's size.", needs=("optimizer=muon",)
+        "Additional scale of Muon's update; 0.2 matches AdamW's size.",
+        needs=("optimizer=muon",),
+        legal=POSITIVE,
     ),
-    "adam_beta1": MegatronField("Adam's decay rate of the first moment."),
-    "adam_beta2": MegatronField("Adam's decay rate of the second moment."),
-    "adam_eps": MegatronField("Adam's epsilon, added to the denominator."),
+    "adam_beta1": MegatronField("Adam's decay rate of the first moment.", legal=UNIT_OPEN_HIGH),
+    "adam_beta2": MegatronField("Adam's decay rate of the second moment.", legal=UNIT_OPEN_HIGH),
+    "adam_eps": MegatronField("Adam's epsilon, added to the denominator.", legal=POSITIVE),
     "decoupled_weight_decay": MegatronField(
         "Decoupled weight decay (AdamW); --no-decoupled-weight-decay adds the decay to the "
-        "gradient."
+        "gradient.",
+        excludes=("optimizer=muon", "optimizer_cpu_offload"),
     ),
-    "sgd_momentum": MegatronField("Momentum of --optimizer sgd."),
+    "sgd_momentum": MegatronField("Momentum of --optimizer sgd.", legal=UNIT_OPEN_HIGH),
     "use_distributed_optimizer": MegatronField(
-        "Shard the optimizer state over data-parallel ranks."
+        "Shard the optimizer state over data-parallel ranks.",
+        excludes=(
+            "optimizer=muon, whose state is unsharded",
+            "optimizer=sgd, whose state megatron-core cannot shard; use adam",
+        ),
     ),
     "overlap_param_gather": MegatronField(
         "Gather updated weights during the next forward pass; needs --use-distributed-optimizer"
@@ -437,12 +496,17 @@ OPTIMIZER: Mapping[str, MegatronField] = {
     ),
     "optimizer_cpu_offload": MegatronField(
         "Keep optimizer state in host memory and step there; needs "
-        "--use-precision-aware-optimizer and --bf16."
+        "--use-precision-aware-optimizer and --bf16.",
+        needs=(
+            "use_precision_aware_optimizer",
+            "bf16, of which megatron-core restores fp32 copies",
+        ),
     ),
     "optimizer_offload_fraction": MegatronField(
         "Fraction of the optimizer state in host memory, with --optimizer-cpu-offload.",
         needs=("optimizer_cpu_offload",),
         default="1.0",
+        legal=UNIT_OPEN_LOW,
     ),
     "overlap_cpu_optimizer_d2h_h2d": MegatronField(
         "With --optimizer-cpu-offload: overlap copies between host and GPU with the update.",
@@ -457,7 +521,9 @@ OPTIMIZER: Mapping[str, MegatronField] = {
         "0.16 always does.",
         needs=("optimizer_cpu_offload",),
     ),
-    "clip_grad": MegatronField("Clip gradients to this global L2 norm; 0 disables clipping."),
+    "clip_grad": MegatronField(
+        "Clip gradients to this global L2 norm; 0 disables clipping.", legal=NON_NEGATIVE
+    ),
 }
 
 DATA_PARALLEL: Mapping[str, MegatronField] = {

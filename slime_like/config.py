@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
+import operator
 import re
 import types
 import typing
@@ -59,11 +60,21 @@ class Range:
     holds: Callable[[float], bool]
 
 
+# How a setting may relate to another one -> (test, description)
+RELATIONS: Mapping[str, tuple[Callable[[float, float], bool], str]] = {
+    "at_most": (operator.le, "must not be above"),
+    "below": (operator.lt, "must be below"),
+    "at_least": (operator.ge, "must be at least"),
+    "above": (operator.gt, "must be above"),
+}
+
+
 POSITIVE = Range("> 0", lambda x: x > 0)
 NON_NEGATIVE = Range(">= 0", lambda x: x >= 0)
 AT_LEAST_ONE = Range(">= 1", lambda x: x >= 1)
 ABOVE_ONE = Range("> 1", lambda x: x > 1)
 UNIT = Range("0 <= x <= 1", lambda x: 0 <= x <= 1)
+UNIT_OPEN_HIGH = Range("0 <= x < 1", lambda x: 0 <= x < 1)
 UNIT_OPEN_LOW = Range("0 < x <= 1", lambda x: 0 < x <= 1)
 MIN_TEMPERATURE = 1e-6  # logits divided by less may overflow float32
 TEMPERATURE = Range(f">= {MIN_TEMPERATURE:g}", lambda x: x >= MIN_TEMPERATURE)
@@ -87,13 +98,19 @@ def arg(
     excludes: str | Sequence[str] = (),
     required_with: str | Sequence[str] = (),
     idle_without: str | Sequence[str] = (),
+    at_most: str = "",
+    below: str = "",
+    at_least: str = "",
+    above: str = "",
 ) -> Any:
     """Declare a setting: a dataclass field with the metadata of its flag.
 
-    The last five arguments declare rules between settings. Each is a condition, or several that
-    must all hold: ``"save"``, ``"lr_decay_style=WSD"``, ``"use_kl_loss|kl_coef"``,
-    ``"rollout_top_p<1"``, ``"@critic"``. `arguments/rules/declared.py` evaluates them and builds
-    the messages.
+    The last nine arguments declare rules between settings. The first five are conditions, of which
+    all must hold: ``"save"``, ``"lr_decay_style=WSD"``, ``"use_kl_loss|kl_coef"``,
+    ``"rollout_top_p<1"``, ``"@critic"``. After a comma, the reason continues the message, and after
+    a semicolon the remedy: ``"use_opd, which samples nothing; remove it"``. The last four name a
+    setting to compare with, or the first of several that is set: ``"critic_lr|lr"``.
+    `arguments/rules/declared.py` evaluates them and builds the messages.
 
     Args:
         aliases: Further spellings, e.g. ``("--dual-clip",)``; the first flag is the field's name.
@@ -102,10 +119,12 @@ def arg(
         excludes: Settings that cannot be combined with this one.
         required_with: Settings that require this one.
         idle_without: As `needs`, but only a warning.
+        at_most, below, at_least, above: The setting that bounds this one, where both are numbers.
 
     A field annotated `bool` with default False becomes a switch, with default True a `--no-`
     switch.
     """
+    bounds = dict(at_most=at_most, below=below, at_least=at_least, above=above)
     metadata = dict(
         help=help,
         choices=choices,
@@ -119,6 +138,7 @@ def arg(
         excludes=_conditions(excludes),
         required_with=_conditions(required_with),
         idle_without=_conditions(idle_without),
+        relations=tuple((kind, name) for kind, name in bounds.items() if name),
     )
     if isinstance(default, list | dict):
         return dataclasses.field(default_factory=lambda: default.copy(), metadata=metadata)
@@ -233,6 +253,37 @@ def check_fields(config: DataclassInstance) -> list[Problem]:
             wrong = _field_problem(item, field, kind)
             if wrong is not None:
                 problems.append(Problem(flag_name(field.name), item, wrong))
+    return problems
+
+
+def relation_problem(kind: str, value: object, name: str, other: object) -> str | None:
+    """The problem if a number does not relate to the setting `name` as declared; None if it does,
+    or one of them is not set. kind: of `RELATIONS`."""
+    holds, description = RELATIONS[kind]
+    if not isinstance(value, int | float) or not isinstance(other, int | float):
+        return None
+    if holds(value, other):
+        return None
+    text = f"{other:g}" if isinstance(other, float) else other
+    return f"{description} {flag_name(name)} {text}"
+
+
+def check_relations(config: DataclassInstance) -> list[Problem]:
+    """Check the declared rules between fields of `config` alone: how numbers relate, and which
+    settings are needed with others. For a caller of the library; on the command line
+    arguments/rules/declared.py evaluates all declared rules."""
+    problems = []
+    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    for field in dataclasses.fields(config):
+        value = values[field.name]
+        for kind, name in field.metadata["relations"]:
+            wrong = relation_problem(kind, value, name, values.get(name))
+            if wrong is not None:
+                problems.append(Problem(flag_name(field.name), value, wrong))
+        for name in field.metadata["needs"]:
+            if value is not None and name in values and values[name] is None:
+                message = f"has no effect without {flag_name(name)}"
+                problems.append(Problem(flag_name(field.name), value, message))
     return problems
 
 

@@ -25,29 +25,15 @@ def check_whitening(s: Settings) -> list[Problem]:
 
 
 def check_gdpo_rewards(s: Settings) -> list[Problem]:
-    """gdpo's reward components: one weight each, no duplicates, and --reward-key names the reward
-    itself."""
+    """gdpo's reward components: one weight each, no duplicates."""
     keys = s.algorithm.gdpo_reward_keys or []
     weights = s.algorithm.gdpo_reward_weights
-    if keys and s.algorithm.advantage_estimator == "gdpo" and s.reward.reward_key is None:
-        message = "requires --reward-key: the reward for filters, metrics and evaluation"
-        return problem("gdpo_reward_keys", " ".join(keys), message)
     if len(set(keys)) < len(keys):
         return problem("gdpo_reward_keys", " ".join(keys), "has duplicate keys; remove them")
     if weights is None or not keys or len(weights) == len(keys):
         return []
     text = " ".join(f"{weight:g}" for weight in weights)
     return problem("gdpo_reward_weights", text, f"must be {len(keys)} numbers, one per reward key")
-
-
-def check_gdpo_normalization(s: Settings) -> list[Problem]:
-    if s.algorithm.advantage_estimator != "gdpo" or not s.algorithm.normalize_advantages:
-        return []
-    message = (
-        "cannot be combined with --advantage-estimator gdpo, which normalises over the rollout "
-        "itself; remove it"
-    )
-    return problem("normalize_advantages", None, message)
 
 
 def check_energies(s: Settings) -> list[Problem]:
@@ -65,7 +51,6 @@ ADVANTAGE_RULES: tuple[Rule, ...] = (
     check_energies,
     check_whitening,
     check_gdpo_rewards,
-    check_gdpo_normalization,
 )
 
 

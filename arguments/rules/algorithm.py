@@ -77,17 +77,10 @@ def check_correction_loss(s: Settings) -> list[Problem]:
     return []
 
 
-def check_correction_bounds(s: Settings) -> list[Problem]:
-    """low <= high for all bounds, and settings that belong together are both set."""
-    return s.off_policy.conflicts()
-
-
 def check_custom_tis(s: Settings) -> list[Problem]:
     path = s.off_policy.custom_tis_function_path
-    if path is None:
+    if path is None or s.off_policy.tis_ratio_type != "token":
         return []
-    if s.off_policy.tis_ratio_type != "token":
-        return problem("custom_tis_function_path", path, "has no effect without --use-tis; add it")
     for field in dataclasses.fields(OffPolicyConfig):
         if field.name in s.given and field.name not in CUSTOM_TIS_SETTINGS:
             message = f"computes weights and masks itself; remove {flag_name(field.name)}"
@@ -98,7 +91,6 @@ def check_custom_tis(s: Settings) -> list[Problem]:
 CORRECTION_RULES: tuple[Rule, ...] = (
     check_correction_policies,
     check_correction_loss,
-    check_correction_bounds,
     check_custom_tis,
 )
 
@@ -137,8 +129,7 @@ def check_entropy_bounds(s: Settings) -> list[Problem]:
     if a.entropy_ctrl_type != "adaptive":
         return []
     if a.entropy_coef_min > a.entropy_coef_max:
-        message = f"must not be above --entropy-coef-max {a.entropy_coef_max:g}"
-        return problem("entropy_coef_min", a.entropy_coef_min, message)
+        return []  # a declared rule
     if not a.entropy_coef_min <= a.entropy_coef <= a.entropy_coef_max:
         message = (
             "is the initial value of --entropy-ctrl-type adaptive; "
@@ -265,31 +256,6 @@ def check_pair_loss(s: Settings) -> list[Problem]:
     return problems
 
 
-def check_label_smoothing(s: Settings) -> list[Problem]:
-    if s.loss.name != "dpo" or not s.policy_loss.dpo_label_smoothing:
-        return []
-    if s.policy_loss.dpo_loss_type in ("sigmoid", "robust"):
-        return []
-    message = f"has no effect with --dpo-loss-type {s.policy_loss.dpo_loss_type}; remove it"
-    return problem("dpo_label_smoothing", s.policy_loss.dpo_label_smoothing, message)
-
-
-def check_reward_model(s: Settings) -> list[Problem]:
-    """Settings that a model with a scalar head does not support."""
-    if not s.algorithm.trains_reward_model:
-        return []
-    unsupported = {
-        "eval_interval": s.eval.eval_interval,
-        "lora_rank": s.lora.lora_rank,
-        "mtp_num_layers": s.gpt.mtp_num_layers,
-    }
-    message = (
-        f"cannot be combined with --policy-loss-type {s.loss.name}, which trains all weights of a "
-        "model without an output layer; remove it"
-    )
-    return reject(unsupported, message)
-
-
 def check_cross_entropy(s: Settings) -> list[Problem]:
     if s.supervised or s.loss.name != "cross_entropy":
         return []
@@ -304,8 +270,6 @@ SUPERVISED_RULES: tuple[Rule, ...] = (
     check_supervised_loss,
     check_unused_supervised_flags,
     check_pair_loss,
-    check_label_smoothing,
-    check_reward_model,
     check_cross_entropy,
 )
 
@@ -329,31 +293,6 @@ def completed_critic(s: Settings) -> CriticConfig:
     return dataclasses.replace(critic, critic_lr=critic_lr, critic_min_lr=critic_min_lr)
 
 
-def check_critic_lr(s: Settings) -> list[Problem]:
-    lr = s.critic.critic_lr or s.core.get("lr")
-    low = s.critic.critic_min_lr
-    if lr is None or low is None or low <= lr:
-        return []
-    name = "--lr" if s.critic.critic_lr is None else "--critic-lr"
-    return problem("critic_min_lr", low, f"must not be above {name} {lr:g}")
-
-
-def check_critic_warmup(s: Settings) -> list[Problem]:
-    iters = s.critic.critic_lr_warmup_iters
-    decay = s.schedule.lr_decay_iters
-    if decay is None or iters < decay:
-        return []
-    return problem("critic_lr_warmup_iters", iters, f"must be below --lr-decay-iters {decay}")
-
-
-def check_critic_only_steps(s: Settings) -> list[Problem]:
-    steps = s.critic.num_critic_only_steps
-    rollouts = s.rollout.num_rollout
-    if rollouts is None or steps <= rollouts:
-        return []
-    return problem("num_critic_only_steps", steps, f"must not be above --num-rollout {rollouts}")
-
-
 def check_critic_load(s: Settings) -> list[Problem]:
     path = s.critic.critic_load
     if path is None or not has_critic(s):
@@ -363,9 +302,4 @@ def check_critic_load(s: Settings) -> list[Problem]:
     return [] if has_model(path) else problem("critic_load", path, NO_MODEL)
 
 
-CRITIC_RULES: tuple[Rule, ...] = (
-    check_critic_lr,
-    check_critic_warmup,
-    check_critic_only_steps,
-    check_critic_load,
-)
+CRITIC_RULES: tuple[Rule, ...] = (check_critic_load,)

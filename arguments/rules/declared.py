@@ -2,22 +2,26 @@
 idle_without=)`.
 
 A condition is the name of a setting (it is on), ``name=value``, ``name>number``, ``name<number``, a
-fact about the run such as ``@experts``, or alternatives ``a|b=value``. All except `required_with`
-apply only if the user gave the setting a value other than its default.
+fact about the run such as ``@experts``, or alternatives ``a|b=value``; a reason may follow after a
+comma. All except `required_with` apply only if the user gave the setting a value other than its
+default. Bounds (`at_most`, `below`, `at_least`, `above`) apply if the user gave one of the two.
+
+What needs more than this is a function in the other modules of this package.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, lru_cache
+from typing import Any
 
 from arguments.flag_registry import GROUPS, FlagTable, flag_table
 from arguments.flags import Flag
 from arguments.rules.base import Settings, problem
 from slime_like.advantages.registry import advantage_estimators, needs_critic
-from slime_like.config import Problem, flag_name
+from slime_like.config import Problem, flag_name, relation_problem
 
 
 def has_critic(s: Settings) -> bool:
@@ -31,6 +35,21 @@ FACTS: Mapping[str, tuple[Callable[[Settings], bool], str]] = {
     "@critic": (has_critic, "--advantage-estimator ppo"),
     "@pairs": (lambda s: s.algorithm.pair_loss is not None, "--loss-type dpo_loss or rm_loss"),
     "@experts": (lambda s: bool(s.core.get("num_moe_experts")), "experts in the network"),
+    "@cuda": (lambda s: s.machine.cuda, "a CUDA device"),
+    "@reward_model": (
+        lambda s: s.algorithm.trains_reward_model,
+        "--policy-loss-type bradley_terry, which trains all weights of a model without an output "
+        "layer",
+    ),
+    "@served_teacher": (
+        lambda s: s.distillation.served,
+        "--opd-type sglang, which scores given tokens at temperature 1 over the full vocabulary",
+    ),
+    "@self_teacher": (lambda s: s.distillation.teaches_itself, "--opd-type self"),
+    "@over_samples": (
+        lambda s: (s.scheduling.over_sampling_batch_size or 0) > s.rollout.rollout_batch_size,
+        "--over-sampling-batch-size above --rollout-batch-size",
+    ),
 }
 # group -> condition that applies to all its settings
 ONLY_WITH = {"critic": "@critic", "value_loss": "@critic"}
@@ -57,6 +76,10 @@ def value_of(s: Settings, name: str) -> object:
     return getattr(s.policy_loss, name, s.core.get(name, default))
 
 
+def _default(name: str) -> object:
+    return flag_table().by_dest[name].default
+
+
 def parse_alternative(alternative: str) -> tuple[str, str, str]:
     """``name>1`` -> ("name", ">", "1"); for a name alone the other two parts are empty."""
     match = _ALTERNATIVE.fullmatch(alternative)
@@ -64,9 +87,16 @@ def parse_alternative(alternative: str) -> tuple[str, str, str]:
     return match[1], match[2] or "", match[3] or ""
 
 
+def without_reason(condition: str) -> tuple[str, str]:
+    """``"use_opd, which samples nothing"`` -> ("use_opd", "which samples nothing")."""
+    test, _, reason = condition.partition(", ")
+    return test, reason
+
+
 def holds(condition: str, s: Settings) -> bool:
     """Whether one of the condition's alternatives is true."""
-    return any(_is_true(*parse_alternative(part), s) for part in condition.split("|"))
+    test, _ = without_reason(condition)
+    return any(_is_true(*parse_alternative(part), s) for part in test.split("|"))
 
 
 def _is_true(name: str, sign: str, operand: str, s: Settings) -> bool:
@@ -74,7 +104,8 @@ def _is_true(name: str, sign: str, operand: str, s: Settings) -> bool:
         return FACTS[name][0](s)
     value = value_of(s, name)
     if not sign:
-        return bool(value)
+        # 0 is a value of a setting that is not set by default
+        return bool(value) or (value == 0 and value is not False and _default(name) is None)
     if sign == "=":
         return str(value) == operand
     if not isinstance(value, int | float):
@@ -84,7 +115,8 @@ def _is_true(name: str, sign: str, operand: str, s: Settings) -> bool:
 
 def describe(condition: str) -> str:
     """``use_kl_loss|lr_decay_style=WSD`` -> ``--use-kl-loss or --lr-decay-style WSD``."""
-    return " or ".join(_describe(*parse_alternative(part)) for part in condition.split("|"))
+    test, _ = without_reason(condition)
+    return " or ".join(_describe(*parse_alternative(part)) for part in test.split("|"))
 
 
 def _describe(name: str, sign: str, operand: str) -> str:
@@ -96,17 +128,64 @@ def _describe(name: str, sign: str, operand: str) -> str:
 
 def check_declared_rules(s: Settings) -> list[Problem]:
     """Problems with the declared rules of all flags, at most one per flag."""
-    problems = []
+    return declared_problems(s, _flags_with_rules(flag_table()))
+
+
+def flags_without(hidden: frozenset[str]) -> Iterator[Flag]:
+    """The flags with declared rules, without those of `hidden` settings and without conditions on
+    them."""
     for flag in _flags_with_rules(flag_table()):
+        if flag.dest not in hidden:
+            visible: dict[str, Any] = {
+                kind: tuple(c for c in getattr(flag, kind) if hidden.isdisjoint(names_in(c)))
+                for kind in _KINDS
+            }
+            yield dataclasses.replace(flag, **visible)
+
+
+def names_in(condition: str) -> set[str]:
+    """The settings and facts that a condition, or the second part of a bound, is about."""
+    test, _ = without_reason(condition)
+    return {parse_alternative(part)[0] for part in test.split("|")}
+
+
+def declared_problems(s: Settings, flags: Iterable[Flag]) -> list[Problem]:
+    """Problems with the declared rules of some flags, at most one per flag."""
+    problems = []
+    for flag in flags:
         value = value_of(s, flag.dest)
         if value is None and flag.required_with and all(holds(c, s) for c in flag.required_with):
-            problems += problem(flag.dest, None, f"required with {describe(flag.required_with[0])}")
-        if flag.dest not in s.given:
-            continue
-        message = (None if value == flag.default else violation(flag, s)) or _group_rule(flag, s)
+            required = f"required with {describe(flag.required_with[0])}"
+            _, reason = without_reason(flag.required_with[0])
+            problems += problem(flag.dest, None, f"{required}: {reason}" if reason else required)
+        message = None
+        if flag.dest in s.given:
+            message = _group_rule(flag, s)
+            if message is None and value != flag.default:
+                message = violation(flag, s)
+        message = message or _broken_relation(flag, s)
         if message is not None:
-            problems += problem(flag.dest, None if isinstance(value, dict) else value, message)
+            name = flag_name(flag.dest) if value is not False else flag.name
+            shown = None if isinstance(value, dict | bool) else value
+            problems.append(Problem(name, shown, message))
     return problems
+
+
+def _broken_relation(flag: Flag, s: Settings) -> str | None:
+    """The message if two settings are not related as declared, and the flag's has an effect."""
+    conditions = (*flag.needs, *flag.only_with, *flag.idle_without)
+    if not flag.relations or not all(holds(condition, s) for condition in conditions):
+        return None
+    if _group_rule(flag, s) is not None:
+        return None
+    for kind, names in flag.relations:
+        others = [name for name in names.split("|") if value_of(s, name) is not None]
+        if others and not s.given.isdisjoint({flag.dest, others[0]}):
+            other = value_of(s, others[0])
+            message = relation_problem(kind, value_of(s, flag.dest), others[0], other)
+            if message is not None:
+                return message
+    return None
 
 
 def declared_warnings(s: Settings) -> list[str]:
@@ -129,6 +208,7 @@ def _flags_with_rules(table: FlagTable) -> tuple[Flag, ...]:
         or flag.only_with
         or flag.excludes
         or flag.required_with
+        or flag.relations
         or groups.get(flag.dest) in ONLY_WITH
     )
 
@@ -144,17 +224,29 @@ def violation(flag: Flag, s: Settings) -> str | None:
     """The message of the flag's first declared rule that is violated; None if all hold."""
     for condition in flag.excludes:
         if holds(condition, s):
-            if "=" in condition:
+            test, reason = without_reason(condition)
+            if reason:
+                return _with_reason(f"cannot be combined with {describe(condition)}", reason)
+            if "=" in test:
                 return f"has no effect with {describe(condition)}; remove it"
             return f"cannot be combined with {describe(condition)}; set only one of them"
     for condition in flag.only_with:
         if not holds(condition, s):
-            return f"only valid with {describe(condition)}; remove it"
+            _, reason = without_reason(condition)
+            return _with_reason(f"only valid with {describe(condition)}", reason)
     unmet = [condition for condition in flag.needs if not holds(condition, s)]
     if not unmet:
         return None
+    if without_reason(unmet[0])[1]:
+        return f"requires {describe(unmet[0])}, {without_reason(unmet[0])[1]}"
     remedy = _remedy(unmet[0]) if len(unmet) == 1 else "add them or remove this flag"
     return f"has no effect without {' and '.join(map(describe, unmet))}; {remedy}"
+
+
+def _with_reason(message: str, reason: str) -> str:
+    """The message with its reason, which may end with a remedy in place of the usual one."""
+    message = f"{message}, {reason}" if reason else message
+    return message if ";" in reason else f"{message}; remove it"
 
 
 def _remedy(condition: str) -> str:
@@ -174,7 +266,7 @@ def unknown_names() -> list[str]:
     known = {flag.dest for flag in flag_table().flags} | FACTS.keys()
     unknown = []
     for flag in flag_table().flags:
-        for condition in (c for kind in _KINDS for c in getattr(flag, kind)):
-            names = [parse_alternative(part)[0] for part in condition.split("|")]
-            unknown += [name for name in names if name not in known]
+        conditions = [c for kind in _KINDS for c in getattr(flag, kind)]
+        for condition in (*conditions, *(names for _, names in flag.relations)):
+            unknown += sorted(names_in(condition) - known)
     return unknown

@@ -21,14 +21,6 @@ _URL = re.compile(r"https?://(\[[0-9a-fA-F:]+\]|[\w.\-]+)(:\d{1,5})?(/[\w\-./]*)
 SLIME_REWARD = "slime.rollout.on_policy_distillation."
 
 
-def check_opd_loss_type(s: Settings) -> list[Problem]:
-    if not (s.distillation.use_opd and s.supervised):
-        return []
-    return problem(
-        "use_opd", None, "cannot be combined with --loss-type sft_loss, which samples nothing"
-    )
-
-
 def check_teacher_servers(s: Settings) -> list[Problem]:
     """--opd-type sglang needs server addresses, and excludes settings of the other types."""
     opd = s.distillation
@@ -50,27 +42,6 @@ def check_teacher_servers(s: Settings) -> list[Problem]:
     for url in urls:
         if _URL.fullmatch(url) is None:
             problems += problem(flag, url, "must be http://host:port")
-    return problems
-
-
-def check_served_teacher(s: Settings) -> list[Problem]:
-    """Settings incompatible with a served teacher: SGLang scores given tokens at temperature 1 over
-    the full vocabulary."""
-    if not s.distillation.served:
-        return []
-    problems = []
-    if s.rollout.rollout_temperature != 1:
-        message = (
-            "must be 1 with --opd-type sglang: SGLang scores given tokens at temperature 1; "
-            "or use --opd-type megatron"
-        )
-        problems += problem("rollout_temperature", s.rollout.rollout_temperature, message)
-    if s.rollout.renormalize_sampled_log_probs:
-        message = "cannot be combined with --opd-type sglang: SGLang scores the full vocabulary"
-        problems += problem("renormalize_sampled_log_probs", None, message)
-    if s.model.hf_checkpoint is None:
-        message = "required with --opd-type sglang: its tokenizer is compared with the teacher's"
-        problems += problem("hf_checkpoint", None, message)
     return problems
 
 
@@ -173,32 +144,18 @@ def check_self_teacher(s: Settings) -> list[Problem]:
     problems = list[Problem]()
     if not opd.teaches_itself:
         return problems
-    if s.scheduling.data_source_path is not None:
-        message = "cannot be combined with --opd-type self, which reads rows of --prompt-data"
-        problems += problem("data_source_path", s.scheduling.data_source_path, message)
     if s.lora.lora_rank and opd.opd_self_teacher == "ema":
         message = "not supported with --lora-rank; legal values: live, base"
         problems += problem("opd_self_teacher", "ema", message)
     return problems
 
 
-def check_opd_topk(s: Settings) -> list[Problem]:
-    top = s.distillation.opd_topk
-    tokens = s.gpt.vocab_size
-    if top is None or tokens is None or top <= tokens:
-        return []
-    return problem("opd_topk", top, f"must be at most the vocabulary size, {tokens}")
-
-
 DISTILLATION_RULES: tuple[Rule, ...] = (
-    check_opd_loss_type,
     check_teacher_servers,
-    check_served_teacher,
     check_slime_opd_reward,
     check_teacher_model,
     check_self_teacher_context,
     check_self_teacher,
-    check_opd_topk,
 )
 
 

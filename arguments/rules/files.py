@@ -61,13 +61,6 @@ def check_checkpoint_steps(s: Settings) -> list[Problem]:
 # --- output --------------------------------------------------------------------------------------
 
 
-def check_save_hf(s: Settings) -> list[Problem]:
-    if s.checkpoint.save_hf is None or s.model.hf_checkpoint is not None:
-        return []
-    message = "requires --hf-checkpoint, for its config.json and tokenizer"
-    return problem("save_hf", s.checkpoint.save_hf, message)
-
-
 def check_sgd_checkpoints(s: Settings) -> list[Problem]:
     """The optimizer state of SGD cannot be loaded: megatron-core 0.16 can only initialise the state
     of Adam for loading, and its distributed optimizer asserts on SGD."""
@@ -75,9 +68,6 @@ def check_sgd_checkpoints(s: Settings) -> list[Problem]:
         return []
     checkpoint = s.checkpoint
     problems = []
-    if s.core.get("use_distributed_optimizer"):
-        message = "cannot be combined with --optimizer sgd; remove it or use adam"
-        problems += problem("use_distributed_optimizer", None, message)
     if checkpoint.save is not None and not checkpoint.no_save_optim:
         message = "the state of --optimizer sgd cannot be loaded again; add --no-save-optim"
         problems += problem("save", checkpoint.save, f"{message}, or use adam")
@@ -136,20 +126,6 @@ def nearest_existing(path: Path) -> Path:
 # --- recorded rollouts ---------------------------------------------------------------------------
 
 
-def check_debug_flags(s: Settings) -> list[Problem]:
-    debug = s.debug
-    problems = []
-    if debug.debug_rollout_only and s.checkpoint.save is not None:
-        message = "conflicts with --debug-rollout-only, which trains nothing; remove one of them"
-        problems += problem("save", s.checkpoint.save, message)
-    if s.supervised and (
-        debug.debug_rollout_only or debug.debug_train_only or debug.load_debug_rollout_data
-    ):
-        message = "generates no rollouts; remove the --debug and --load-debug-rollout-data flags"
-        problems += problem("loss_type", "sft_loss", message)
-    return problems
-
-
 def check_debug_files(s: Settings) -> list[Problem]:
     path = s.debug.load_debug_rollout_data
     if path is None:
@@ -181,10 +157,8 @@ def check_debug_path(s: Settings) -> list[Problem]:
 FILE_RULES: tuple[Rule, ...] = (
     check_input_folders,
     check_checkpoint_steps,
-    check_save_hf,
     check_sgd_checkpoints,
     check_output_folders,
-    check_debug_flags,
     check_debug_files,
     check_debug_path,
 )

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from arguments.megatron_configs import resolve_transformer_impl
 from arguments.rules.base import LayoutSettings, Rule, Settings, problem, reject
 from arguments.rules.pipeline import (
-    check_interleaved_schedule,
     check_pipeline_split,
     first_layers,
     virtual_stages_of,
@@ -32,13 +31,6 @@ def check_world_size(s: LayoutSettings) -> list[Problem]:
         message += f", and the model needs at least {size}"
     message += "; change a size or the number of processes"
     return problem("tensor_model_parallel_size", None, message)
-
-
-def check_sequence_parallel(s: Settings) -> list[Problem]:
-    if not s.parallel.sequence_parallel or s.parallel.tensor_model_parallel_size > 1:
-        return []
-    message = "requires --tensor-model-parallel-size above 1; remove it or raise the size"
-    return problem("sequence_parallel", None, message)
 
 
 def check_tensor_parallel(s: LayoutSettings) -> list[Problem]:
@@ -171,11 +163,9 @@ def check_distributed_backend(s: Settings) -> list[Problem]:
 
 PARALLEL_RULES: tuple[Rule, ...] = (
     check_world_size,
-    check_sequence_parallel,
     check_tensor_parallel,
     check_context_parallel,
     check_delta_net_parallel,
-    check_interleaved_schedule,
     check_pipeline_split,
     check_indexer_stages,
     check_distributed_backend,

@@ -136,16 +136,12 @@ def check_load_balancing(s: Settings) -> list[Problem]:
         return problem("moe_aux_loss_coeff", value, message)
     problems = []
     for kind, coefficient in zip(kinds, coefficients, strict=True):
-        if coefficient < 0:
-            problems += problem("moe_aux_loss_coeff", coefficient, "must be >= 0")
         if kind == "none" and coefficient:
             message = "has no effect with --moe-router-load-balancing-type none"
             problems += problem("moe_aux_loss_coeff", coefficient, message)
         if kind == "none" and len(kinds) > 1:
             message = "cannot be combined with other values; remove it"
             problems += problem("moe_router_load_balancing_type", kind, message)
-    if (s.core.get("moe_z_loss_coeff") or 0.0) < 0:
-        problems += problem("moe_z_loss_coeff", s.core["moe_z_loss_coeff"], "must be >= 0")
     return problems
 
 

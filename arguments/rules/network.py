@@ -97,62 +97,12 @@ def check_attention_backend(s: Settings) -> list[Problem]:
     return problem("attention_backend", backend, message)
 
 
-def check_recompute(s: Settings) -> list[Problem]:
-    granularity = s.core.get("recompute_granularity")
-    problems = _check_distributed_activations(s)
-    if granularity is None:
-        for name in ("recompute_method", "recompute_num_layers", "recompute_modules"):
-            if s.core.get(name) is not None:
-                problems += problem(name, s.core[name], "requires --recompute-granularity")
-        return problems
-    if granularity == "full" and s.core.get("recompute_modules") is not None:
-        message = "only valid with --recompute-granularity selective; remove it"
-        problems += problem("recompute_modules", s.core["recompute_modules"], message)
-    for name in ("recompute_method", "recompute_num_layers"):
-        value = s.core.get(name)
-        if granularity == "full" and value is None:
-            problems += problem(name, None, "required with --recompute-granularity full")
-        if granularity == "selective" and value is not None:
-            message = "only valid with --recompute-granularity full; remove it"
-            problems += problem(name, value, message)
-    return problems
-
-
-def _check_distributed_activations(s: Settings) -> list[Problem]:
-    """Conditions of --distribute-saved-activations: megatron-core's, and a tensor-parallel size
-    above 1."""
-    if not s.core.get("distribute_saved_activations"):
-        return []
-    if s.core.get("recompute_granularity") != "full":
-        message = "requires --recompute-granularity full"
-    elif s.parallel.tensor_model_parallel_size == 1:
-        message = "requires --tensor-model-parallel-size above 1"
-    elif s.parallel.sequence_parallel:
-        message = "has no effect with --sequence-parallel, which shards activations; remove it"
-    else:
-        return []
-    return problem("distribute_saved_activations", None, message)
-
-
 def check_network_sizes(s: Settings) -> list[Problem]:
     problems = []
-    for name in (
-        "num_layers",
-        "hidden_size",
-        "num_attention_heads",
-        "num_query_groups",
-        "ffn_hidden_size",
-        "kv_channels",
-    ):
-        if s.core.get(name) is not None and s.core[name] < 1:
-            problems += problem(name, s.core[name], "must be >= 1")
-    for name in ("hidden_dropout", "attention_dropout"):
-        if not 0 <= s.core.get(name, 0.0) < 1:
-            problems += problem(name, s.core[name], "must be 0 <= x < 1")
     heads = s.core.get("num_attention_heads")
     groups = s.core.get("num_query_groups")
     hidden = s.core.get("hidden_size")
-    if heads and groups and not problems and heads % groups:
+    if heads and groups and heads % groups:
         problems += problem(
             "num_query_groups", groups, f"must divide --num-attention-heads {heads}"
         )
@@ -183,7 +133,6 @@ NETWORK_RULES: tuple[Rule, ...] = (
     check_transformer_engine,
     check_local_layers,
     check_attention_backend,
-    check_recompute,
     check_network_sizes,
 )
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from arguments.megatron_fields import FIELDS
-from arguments.rules.base import LayoutSettings, Settings, problem
+from arguments.rules.base import LayoutSettings, problem
 from arguments.schema import ParallelConfig
 from slime_like.config import Problem, flag_name
 
@@ -63,18 +63,6 @@ def first_layers(s: LayoutSettings) -> list[int]:
         sizes[0] -= bool(core.get(COUNTED[0]))
     starts = list(itertools.accumulate(sizes))[:-1]
     return [start for start in starts if start < core["num_layers"]]
-
-
-def check_interleaved_schedule(s: Settings) -> list[Problem]:
-    name = next((name for name in INTERLEAVED if getattr(s.parallel, name) is not None), None)
-    if name is None:
-        return []
-    value = getattr(s.parallel, name)
-    if s.parallel.pipeline_model_parallel_size == 1:
-        return problem(name, value, "requires --pipeline-model-parallel-size above 1")
-    if name == INTERLEAVED[0] and value == 1:
-        return problem(name, 1, "must be above 1; remove it for the schedule without interleaving")
-    return []
 
 
 def check_pipeline_split(s: LayoutSettings) -> list[Problem]:

@@ -48,7 +48,6 @@ from arguments.rules.server import reject_server_flags
 from arguments.rules.sglang import SGLANG_RULES, warn_few_servers
 from arguments.rules.slime import SLIME_RULES
 from arguments.rules.training import (
-    LEARNING_RATE_RULES,
     LORA_RULES,
     OPTIMIZER_RULES,
     OPTIMIZER_WARNINGS,
@@ -61,13 +60,6 @@ from slime_like.config import Problem
 from slime_like.losses.registry import policy_losses
 
 # --- run -----------------------------------------------------------------------------------------
-
-
-def check_kl_terms(s: Settings) -> list[Problem]:
-    if not (s.algorithm.kl_coef and s.algorithm.kl_loss_coef):
-        return []
-    message = f"and --kl-loss-coef {s.algorithm.kl_loss_coef} are both non-zero; choose one"
-    return problem("kl_coef", s.algorithm.kl_coef, message)
 
 
 def check_reference_model(s: Settings) -> list[Problem]:
@@ -104,7 +96,6 @@ RULES: tuple[Rule, ...] = (
     *MOE_RULES,
     *BATCH_RULES,
     *MICRO_BATCH_RULES,
-    check_kl_terms,
     check_reference_model,
     check_loss_reduction,
     *SUPERVISED_RULES,
@@ -118,7 +109,6 @@ RULES: tuple[Rule, ...] = (
     *STEP_RULES,
     *OPTIMIZER_RULES,
     *MUON_RULES,
-    *LEARNING_RATE_RULES,
     *DATA_RULES,
     *SCHEDULING_RULES,
     *AGENT_RULES,

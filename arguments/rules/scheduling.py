@@ -57,30 +57,6 @@ def check_sampling_settings(s: Settings) -> list[Problem]:
     )
 
 
-def check_over_sampling(s: Settings) -> list[Problem]:
-    size = s.scheduling.over_sampling_batch_size
-    minimum = s.rollout.rollout_batch_size
-    if size is None or size >= minimum:
-        return []
-    message = f"must be at least --rollout-batch-size {minimum}"
-    return problem("over_sampling_batch_size", size, message)
-
-
-def check_rollout_slices(s: Settings) -> list[Problem]:
-    """--rollout-slice-len only has an effect with partial rollouts, over-sampling or a filter."""
-    config = s.scheduling
-    over_samples = (config.over_sampling_batch_size or 0) > s.rollout.rollout_batch_size
-    if config.rollout_slice_len is None or over_samples:
-        return []
-    if config.partial_rollout or config.dynamic_sampling_filter_path:
-        return []
-    message = (
-        "has no effect without --partial-rollout, --over-sampling-batch-size above "
-        "--rollout-batch-size or --dynamic-sampling-filter-path; remove it"
-    )
-    return problem("rollout_slice_len", config.rollout_slice_len, message)
-
-
 def check_scheduling_functions(s: Settings) -> list[Problem]:
     """User functions of rollout scheduling and evaluation can be imported."""
     problems = []
@@ -237,8 +213,6 @@ def check_reward_server(s: Settings) -> list[Problem]:
 
 SCHEDULING_RULES: tuple[Rule, ...] = (
     check_sampling_settings,
-    check_over_sampling,
-    check_rollout_slices,
     check_scheduling_functions,
     check_custom_generate,
     check_rollout_functions,

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from arguments.flag_registry import GROUPS
 from arguments.rules.base import Rule, Settings, problem, reject
+from arguments.rules.declared import declared_problems, flags_without
 from arguments.rules.layout import PARALLEL_RULES
 from arguments.rules.moe import MOE_RULES
 from arguments.rules.network import NETWORK_RULES
@@ -68,6 +69,17 @@ OPTIM_STEP_FIELDS = (
     "adam_eps",
     "clip_grad",
 )
+# Without use for the server's SGLang, which loads snapshots
+OF_WEIGHT_SYNC = (
+    "update_weight_transport",
+    "update_weight_buffer_size",
+    "update_weight_disk_dir",
+    "update_weight_disk_keep_files",
+    "colocate",
+    "update_weight_mode",
+    "offload_train",
+    "offload_rollout",
+)
 KEY_PREFIX = "tml-"
 MIN_KEY_LENGTH = 12
 
@@ -95,6 +107,12 @@ def reject_trainer_flags(s: Settings) -> list[Problem]:
             message = "is set by the client with every optimizer step; remove it"
             problems += problem(name, s.core[name], message)
     return problems
+
+
+def check_declared_rules_of_server(s: Settings) -> list[Problem]:
+    """The declared rules, except those about settings of the trainer."""
+    hidden = trainer_fields() | {"use_dynamic_batch_size", *OF_WEIGHT_SYNC}
+    return declared_problems(s, flags_without(frozenset(hidden)))
 
 
 def check_gradient_overlap(s: Settings) -> list[Problem]:
@@ -134,16 +152,7 @@ def check_server_sglang(s: Settings) -> list[Problem]:
     if not uses_sglang(s):
         return []
     problems = []
-    for name in (
-        "update_weight_transport",
-        "update_weight_buffer_size",
-        "update_weight_disk_dir",
-        "update_weight_disk_keep_files",
-        "colocate",
-        "update_weight_mode",
-        "offload_train",
-        "offload_rollout",
-    ):
+    for name in OF_WEIGHT_SYNC:
         if name in s.given:
             message = "has no effect: SGLang servers load snapshots from --server-dir; remove it"
             problems += problem(name, None, message)
@@ -224,6 +233,7 @@ def check_server_dir(s: Settings) -> list[Problem]:
 
 
 SERVER_RULES: tuple[Rule, ...] = (
+    check_declared_rules_of_server,
     *PARALLEL_RULES,
     *NETWORK_RULES,
     *MOE_RULES,

@@ -87,8 +87,6 @@ def check_server_addresses(s: Settings) -> list[Problem]:
     field = "rollout_external_engine_addrs"
     if not uses_sglang(s):
         return []
-    if g.sglang_router_ip is not None and g.sglang_router_port is None:
-        return problem("sglang_router_port", None, "required with --sglang-router-ip")
     starts = gpus_of_servers(s) is not None
     addresses = g.rollout_external_engine_addrs or []
     if g.rollout_external_engine_addrs is not None and starts:
@@ -214,12 +212,6 @@ def check_weight_transport(s: Settings) -> list[Problem]:
             "leave it out for servers on all of them"
         )
         problems += problem("rollout_num_gpus", g.rollout_num_gpus, message)
-    if g.colocate and s.scheduling.async_rollout:
-        message = (
-            "cannot be combined with --async-rollout, which samples while the trainer works; "
-            "set only one of them"
-        )
-        problems += problem("colocate", None, message)
     traits = transport_traits(transport)
     if traits.same_gpu and not g.colocate:
         message = "requires --colocate: memory handles are valid on the same GPU only"

@@ -8,7 +8,6 @@ from pathlib import Path
 from arguments.critic_layout import critic_parallel, layout_flags
 from arguments.hf.model import HfModel, read_hf_model
 from arguments.hf.peft_adapter import read_adapter_config
-from arguments.megatron_fields import OPTIMIZER_DTYPES
 from arguments.rules.algorithm import has_critic
 from arguments.rules.base import Rule, Settings, Warn, problem
 from arguments.schema.lora import LATENT_ATTENTION, MIXTRAL_MLP, MLP, TARGETS, UNEMBEDDING
@@ -29,19 +28,8 @@ LARGEST_BETA2_OF_BF16 = 1 - 2**-8
 
 def check_optimizer_dtypes(s: Settings) -> list[Problem]:
     core = s.core
-    problems = []
-    if not core.get(PRECISE):
-        for name in OPTIMIZER_DTYPES:
-            if core.get(name, "fp32") != "fp32":
-                problems += problem(name, core[name], f"requires {flag_name(PRECISE)}")
-        return problems
-    if core.get("optimizer", "adam") != "adam":
-        problems += problem(PRECISE, None, "requires --optimizer adam")
-    if not core.get("use_distributed_optimizer"):
-        problems += problem(PRECISE, None, "requires --use-distributed-optimizer")
-    if s.lora.lora_rank:
-        problems += problem(PRECISE, None, "cannot be combined with --lora-rank; remove it")
-    if s.machine.transformer_engine:
+    problems: list[Problem] = []
+    if not core.get(PRECISE) or s.machine.transformer_engine:
         return problems
     if s.machine.apex:
         message = (
@@ -79,30 +67,14 @@ def check_main_grads_dtype(s: Settings) -> list[Problem]:
 
 
 def check_optimizer_offload(s: Settings) -> list[Problem]:
-    """Conditions of --optimizer-cpu-offload (megatron-core's HybridDeviceOptimizer)."""
-    core = s.core
-    problems = []
-    if not core.get(OFFLOAD):
+    """A condition of megatron-core's HybridDeviceOptimizer."""
+    fraction = s.core.get("optimizer_offload_fraction", 1.0)
+    if not s.core.get(OFFLOAD) or fraction == 1:
         return []
-    if not core.get(PRECISE):  # Megatron-LM's condition too
-        problems += problem(OFFLOAD, None, f"requires {flag_name(PRECISE)}")
-    if not core.get("bf16"):
-        message = "requires --bf16: megatron-core restores fp32 copies of bf16 parameters only"
-        problems += problem(OFFLOAD, None, message)
-    if core.get("decoupled_weight_decay") is False:
-        message = f"must be on with {flag_name(OFFLOAD)}"
-        problems += problem("decoupled_weight_decay", None, message)
-    for name in ("exp_avg_dtype", "exp_avg_sq_dtype", "main_params_dtype"):
-        if core.get(name, "fp32") != "fp32":
-            message = f"must be fp32 with {flag_name(OFFLOAD)}"
-            problems += problem(name, core[name], message)
-    fraction = core.get("optimizer_offload_fraction", 1.0)
-    if not 0 < fraction <= 1:
-        problems += problem("optimizer_offload_fraction", fraction, "must be above 0 and at most 1")
-    elif fraction < 1 and s.machine.cuda and not s.machine.transformer_engine:
-        message = "must be 1.0 without Transformer Engine"
-        problems += problem("optimizer_offload_fraction", fraction, message)
-    return problems
+    if not s.machine.cuda or s.machine.transformer_engine:
+        return []
+    message = "must be 1.0 without Transformer Engine"
+    return problem("optimizer_offload_fraction", fraction, message)
 
 
 OPTIMIZER_RULES: tuple[Rule, ...] = (
@@ -138,39 +110,9 @@ OPTIMIZER_WARNINGS: tuple[Warn, ...] = (warn_bf16_second_moment, warn_offload_wi
 
 
 def check_lr(s: Settings) -> list[Problem]:
-    lr = s.core.get("lr")
-    min_lr = s.core.get("min_lr")
-    if lr is None:
-        return problem("lr", None, "required: the learning rate, > 0") if s.trains else []
-    if lr <= 0:
-        return problem("lr", lr, "must be > 0")
-    if min_lr is not None and not 0 <= min_lr <= lr:
-        return problem("min_lr", min_lr, f"must be between 0 and --lr {lr}")
-    return []
-
-
-def check_optimizer_numbers(s: Settings) -> list[Problem]:
-    problems = []
-    for name in ("weight_decay", "clip_grad"):
-        if s.core.get(name, 0.0) < 0:
-            problems += problem(name, s.core[name], "must be >= 0")
-    for name in ("adam_beta1", "adam_beta2", "sgd_momentum"):
-        if not 0 <= s.core.get(name, 0.0) < 1:
-            problems += problem(name, s.core[name], "must be 0 <= x < 1")
-    if s.core.get("adam_eps", 1.0) <= 0:
-        problems += problem("adam_eps", s.core["adam_eps"], "must be > 0")
-    return problems
-
-
-def check_warmup(s: Settings) -> list[Problem]:
-    iters = s.schedule.lr_warmup_iters
-    decay = s.schedule.lr_decay_iters
-    if decay is not None and iters >= decay:
-        return problem("lr_warmup_iters", iters, f"must be below --lr-decay-iters {decay}")
-    lr = s.core.get("lr")
-    if lr is not None and s.schedule.lr_warmup_init > lr:
-        return problem("lr_warmup_init", s.schedule.lr_warmup_init, f"must not be above --lr {lr}")
-    return []
+    if s.core.get("lr") is not None or not s.trains:
+        return []
+    return problem("lr", None, "required: the learning rate, > 0")
 
 
 def check_parameter_patterns(s: Settings) -> list[Problem]:
@@ -185,8 +127,7 @@ def check_parameter_patterns(s: Settings) -> list[Problem]:
     return problems
 
 
-STEP_RULES: tuple[Rule, ...] = (check_lr, check_optimizer_numbers, check_parameter_patterns)
-LEARNING_RATE_RULES: tuple[Rule, ...] = (check_warmup,)
+STEP_RULES: tuple[Rule, ...] = (check_lr, check_parameter_patterns)
 
 
 # --- lora ----------------------------------------------------------------------------------------
@@ -197,9 +138,6 @@ def check_lora_base(s: Settings) -> list[Problem]:
     if not s.lora.lora_rank:
         return []
     problems = []
-    if s.model.hf_checkpoint is None:
-        message = "requires --hf-checkpoint, the base model of the adapters"
-        problems += problem("lora_rank", s.lora.lora_rank, message)
     load = s.checkpoint.load
     if load is not None and (Path(load) / "config.json").is_file():
         message = (
@@ -212,22 +150,6 @@ def check_lora_base(s: Settings) -> list[Problem]:
             "has no effect with --lora-rank: the reference is the model without adapters; remove it"
         )
         problems += problem("ref_offload", None, message)
-    return problems
-
-
-def check_lora_compatibility(s: Settings) -> list[Problem]:
-    if not s.lora.lora_rank:
-        return []
-    problems = []
-    if s.debug.debug_rollout_only:
-        message = "cannot be combined with --lora-rank; save the merged model (--save-hf) first"
-        problems += problem("debug_rollout_only", None, message)
-    for name in ("decoupled_lr", "decoupled_min_lr"):
-        if s.core.get(name) is not None:
-            message = (
-                "is for the embedding and the output layer, which --lora-rank freezes; remove it"
-            )
-            problems += problem(name, s.core[name], message)
     return problems
 
 
@@ -293,15 +215,6 @@ def check_critic_lora(s: Settings) -> list[Problem]:
     problems = []
     if not rank or not has_critic(s):
         return []
-    if not s.lora.lora_rank:
-        message = "requires --lora-rank: the critic shares the policy's frozen base model"
-        problems += problem("critic_lora_rank", rank, message)
-    if s.critic.critic_load is not None:
-        message = (
-            "cannot be combined with --critic-lora-rank: the critic's base is the policy's; "
-            "remove it"
-        )
-        problems += problem("critic_load", s.critic.critic_load, message)
     if critic_parallel(s.critic, s.parallel) != s.parallel:
         flags = ", ".join(flag_name(f"critic_{name}") for name in layout_flags(s.critic))
         message = (
@@ -326,7 +239,6 @@ def warn_lora_overlap(s: Settings) -> str | None:
 
 LORA_RULES: tuple[Rule, ...] = (
     check_lora_base,
-    check_lora_compatibility,
     check_lora_targets,
     check_lora_adapter_path,
     check_critic_lora,

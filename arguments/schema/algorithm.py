@@ -51,6 +51,7 @@ class AlgorithmConfig(CheckedSettings):
         nargs="+",
         only_with="advantage_estimator=gdpo",
         excludes=("custom_reward_post_process_path", "kl_coef", "loss_type=sft_loss"),
+        needs="reward_key, the reward for filters, metrics and evaluation",
     )
     gdpo_reward_weights: list[float] | None = arg(
         None,
@@ -75,7 +76,10 @@ class AlgorithmConfig(CheckedSettings):
         False,
         "Whiten advantages over all active tokens of a rollout and all ranks.",
         aliases=("--advantage-batch-normalize",),
-        excludes="loss_type=sft_loss",
+        excludes=(
+            "loss_type=sft_loss",
+            "advantage_estimator=gdpo, which normalises over the rollout itself",
+        ),
     )
     gamma: float = arg(
         1.0,
@@ -137,7 +141,7 @@ class AlgorithmConfig(CheckedSettings):
         0.0,
         "Weight of the KL penalty subtracted from the reward.",
         legal=NON_NEGATIVE,
-        excludes="loss_type=sft_loss",
+        excludes=("loss_type=sft_loss", "kl_loss_coef"),
     )
     kl_ctrl_type: str = arg(
         "fixed",
@@ -193,6 +197,7 @@ class AlgorithmConfig(CheckedSettings):
         legal=NON_NEGATIVE,
         excludes="loss_type=sft_loss",
         idle_without="entropy_ctrl_type=adaptive",
+        at_most="entropy_coef_max",
     )
     entropy_coef_max: float = arg(
         0.005,

@@ -10,7 +10,9 @@ from slime_like.config import AT_LEAST_ONE, POSITIVE, CheckedSettings, arg
 @dataclass(frozen=True, slots=True)
 class CheckpointConfig(CheckedSettings):
     save: str | None = arg(
-        None, "Folder for checkpoints (model, optimizer, scheduler, random state, data position)."
+        None,
+        "Folder for checkpoints (model, optimizer, scheduler, random state, data position).",
+        excludes="debug_rollout_only, which trains nothing",
     )
     save_interval: int | None = arg(
         None,
@@ -80,6 +82,7 @@ class CheckpointConfig(CheckedSettings):
         None,
         "Folder for a Hugging Face copy of the final weights; {rollout_id} becomes the number of "
         "the last rollout.",
+        needs="hf_checkpoint, for its config.json and tokenizer",
     )
     exit_interval: int | None = arg(
         None,

@@ -18,6 +18,7 @@ class CriticConfig(CheckedSettings):
         "Initial weights of the critic: a Hugging Face folder, with or without a value head, or a "
         "checkpoint folder of an earlier run with a critic; default: the policy's weights. A "
         "resumed run continues with the critic in its checkpoint.",
+        excludes="critic_lora_rank, which takes the base model of the policy",
     )
     critic_lora_rank: int = arg(
         0,
@@ -25,6 +26,7 @@ class CriticConfig(CheckedSettings):
         "base model, with the alpha and target modules of --lora-rank; 0: the critic trains all "
         "weights.",
         legal=NON_NEGATIVE,
+        needs="lora_rank, because the critic shares the frozen base model of the policy",
     )
     critic_lr: float | None = arg(
         None, "Learning rate of the critic; default: --lr.", legal=POSITIVE
@@ -33,15 +35,20 @@ class CriticConfig(CheckedSettings):
         None,
         "Final learning rate of the critic; default: --critic-lr times --min-lr / --lr.",
         legal=NON_NEGATIVE,
+        at_most="critic_lr|lr",
     )
     critic_lr_warmup_iters: int = arg(
-        0, "Optimizer steps of linear warm-up of the critic's learning rate.", legal=NON_NEGATIVE
+        0,
+        "Optimizer steps of linear warm-up of the critic's learning rate.",
+        legal=NON_NEGATIVE,
+        below="lr_decay_iters",
     )
     num_critic_only_steps: int = arg(
         0,
         "Number of initial rollouts that train only the critic (value pretraining); policy and "
         "engine keep their weights.",
         legal=NON_NEGATIVE,
+        at_most="num_rollout",
     )
     critic_tensor_model_parallel_size: int | None = arg(
         None,

@@ -98,6 +98,7 @@ class EvalConfig(CheckedSettings):
         None,
         "Evaluate every N rollouts, and before the first and after the last one.",
         legal=POSITIVE,
+        excludes="@reward_model",
     )
     eval_prompt_data: list[str] | None = arg(
         None, "Evaluation sets: name path [name path ...].", nargs="+", metavar="NAME PATH"

@@ -21,6 +21,7 @@ class DistillationConfig(CheckedSettings):
         False,
         "On-policy distillation: subtract opd_kl_coef times the log-prob gap to a teacher from the "
         "advantage of every token.",
+        excludes="loss_type=sft_loss, which samples nothing",
     )
     opd_type: str | None = arg(
         None,
@@ -50,6 +51,7 @@ class DistillationConfig(CheckedSettings):
             "renormalize_sampled_log_probs",
             "use_rollout_logprobs",
         ),
+        at_most="vocab_size",
     )
     opd_alpha: float = arg(
         1.0,

@@ -93,13 +93,21 @@ class DebugConfig(CheckedSettings):
         None,
         "Read recorded rollouts from this path instead of generating them; {rollout_id} is "
         "replaced by their number, from 1.",
-        excludes="debug_rollout_only",
+        excludes=("debug_rollout_only", "loss_type=sft_loss, which generates no rollouts"),
         required_with="debug_train_only",
     )
     debug_rollout_only: bool = arg(
-        False, "Generate and grade only; no training.", excludes="debug_train_only"
+        False,
+        "Generate and grade only; no training.",
+        excludes=(
+            "debug_train_only",
+            "loss_type=sft_loss, which generates no rollouts",
+            "lora_rank, whose adapters would be missing; save the merged model (--save-hf) first",
+        ),
     )
     debug_train_only: bool = arg(
-        False, "Train only, from --load-debug-rollout-data; no engine is started."
+        False,
+        "Train only, from --load-debug-rollout-data; no engine is started.",
+        excludes="loss_type=sft_loss, which generates no rollouts",
     )
     print_megatron_patches: bool = arg(False, "Print which megatron patches were applied, and why.")

@@ -32,6 +32,11 @@ class LoraConfig(CheckedSettings):
         "LoRA rank (arXiv 2106.09685): train adapters of this rank instead of the model's weights; "
         "0: train all weights.",
         legal=NON_NEGATIVE,
+        excludes=(
+            "@reward_model",
+            "optimizer=muon, which needs parameters other than matrices; use adam",
+        ),
+        needs="hf_checkpoint, the base model of the adapters",
     )
     lora_alpha: float = arg(
         32.0,

@@ -14,6 +14,7 @@ class ModelConfig(CheckedSettings):
         None,
         "Folder of a Hugging Face model: config.json defines the model, the safetensors are the "
         "initial weights, and its tokenizer is used.",
+        required_with=("opd_type=sglang, for the tokenizer that it must share", "use_opd"),
     )
     ref_load: str | None = arg(
         None,
@@ -113,7 +114,10 @@ class GPTModelConfig:
         "Multi-token prediction (MTP) layers to train with the policy, as many as --hf-checkpoint "
         "has; they are saved and synced to the servers. Without this flag they stay unchanged.",
         legal=AT_LEAST_ONE,
-        excludes="lora_rank",
+        excludes=(
+            "lora_rank",
+            "@reward_model",
+        ),
     )
     enable_mtp_training: bool = arg(
         False,

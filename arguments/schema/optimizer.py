@@ -31,14 +31,18 @@ class ScheduleConfig(CheckedSettings):
         "Shape of WSD's annealing.",
         choices=("exponential", "linear", "cosine", "minus_sqrt"),
     )
-    lr_warmup_iters: int = arg(0, "Optimizer steps of linear warm-up.", legal=NON_NEGATIVE)
+    lr_warmup_iters: int = arg(
+        0, "Optimizer steps of linear warm-up.", legal=NON_NEGATIVE, below="lr_decay_iters"
+    )
     lr_warmup_fraction: float | None = arg(
         None,
         "Fraction of the decay steps used for warm-up; excludes --lr-warmup-iters.",
         legal=UNIT,
         excludes="lr_warmup_iters",
     )
-    lr_warmup_init: float = arg(0.0, "Learning rate at which warm-up starts.", legal=NON_NEGATIVE)
+    lr_warmup_init: float = arg(
+        0.0, "Learning rate at which warm-up starts.", legal=NON_NEGATIVE, at_most="lr"
+    )
     start_weight_decay: float | None = arg(
         None,
         "Initial weight decay of a changing schedule.",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slime_like.config import AT_LEAST_ONE, NON_NEGATIVE, POSITIVE, CheckedSettings, arg
+from slime_like.config import ABOVE_ONE, AT_LEAST_ONE, NON_NEGATIVE, POSITIVE, CheckedSettings, arg
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +16,10 @@ class ParallelConfig(CheckedSettings):
         1, "Pipeline-parallel size: stages that the layers are split into.", legal=AT_LEAST_ONE
     )
     num_virtual_stages_per_pipeline_rank: int | None = arg(
-        None, "Interleaved schedule: model chunks on each pipeline rank.", legal=AT_LEAST_ONE
+        None,
+        "Interleaved schedule: model chunks on each pipeline rank.",
+        legal=ABOVE_ONE,
+        needs="pipeline_model_parallel_size>1",
     )
     num_layers_per_virtual_pipeline_stage: int | None = arg(
         None,
@@ -24,6 +27,7 @@ class ParallelConfig(CheckedSettings):
         "--num-virtual-stages-per-pipeline-rank.",
         legal=AT_LEAST_ONE,
         excludes="num_virtual_stages_per_pipeline_rank",
+        needs="pipeline_model_parallel_size>1",
     )
     context_parallel_size: int = arg(
         1,
@@ -38,7 +42,9 @@ class ParallelConfig(CheckedSettings):
         None, "Tensor-parallel size of the experts.", legal=AT_LEAST_ONE
     )
     sequence_parallel: bool = arg(
-        False, "Split activations between tensor-parallel regions along the sequence."
+        False,
+        "Split activations between tensor-parallel regions along the sequence.",
+        needs="tensor_model_parallel_size>1",
     )
     distributed_backend: str = arg(
         "auto",

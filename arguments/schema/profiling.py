@@ -20,12 +20,14 @@ class ProfilingConfig(CheckedSettings):
         "Number of finished rollouts at which the trace starts; 0 includes the first rollout.",
         legal=NON_NEGATIVE,
         needs="profile",
+        below="num_rollout",
     )
     profile_step_end: int = arg(
         12,
         "Number of finished rollouts at which the trace ends.",
         legal=AT_LEAST_ONE,
         needs="profile",
+        above="profile_step_start",
     )
     profile_ranks: list[int] = arg(
         [0],
@@ -46,6 +48,7 @@ class ProfilingConfig(CheckedSettings):
         "Record GPU allocations with their stacks, and write a snapshot when a rank runs out of "
         "memory and at the end of the run (see --memory-snapshot-num-steps); "
         "pytorch.org/memory_viz opens the files.",
+        needs="@cuda, see the metric perf/peak_rss_gb instead",
     )
     memory_snapshot_path: str = arg(
         "snapshot.pickle",

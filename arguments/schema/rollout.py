@@ -38,7 +38,10 @@ class RolloutConfig(CheckedSettings):
     )
     rollout_max_response_len: int = arg(128, "Longest response, in tokens.", legal=AT_LEAST_ONE)
     rollout_temperature: float = arg(
-        1.0, "Sampling temperature; the trainer's log-probs use the same.", legal=TEMPERATURE
+        1.0,
+        "Sampling temperature; the trainer's log-probs use the same.",
+        legal=TEMPERATURE,
+        excludes="@served_teacher",
     )
     rollout_top_p: float = arg(
         1.0, "Nucleus sampling: smallest set of tokens with this probability.", legal=UNIT_OPEN_LOW
@@ -53,7 +56,11 @@ class RolloutConfig(CheckedSettings):
         "and top-p), which the engine returns with each sample. Costs 4 bytes per row and token "
         "of the largest mask in a micro-batch; --rollout-top-k bounds the mask of --rollout-top-p.",
         needs="rollout_top_p<1|rollout_top_k>0",
-        excludes=("loss_type=sft_loss", "rollout_engine=sglang"),
+        excludes=(
+            "loss_type=sft_loss",
+            "rollout_engine=sglang",
+            "@served_teacher",
+        ),
     )
     use_rollout_routing_replay: bool = arg(
         False,

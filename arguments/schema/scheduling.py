@@ -15,6 +15,7 @@ class SchedulingConfig(CheckedSettings):
         "Prompts per draw; above --rollout-batch-size, the groups that finish first are kept. "
         "Default: --rollout-batch-size.",
         legal=AT_LEAST_ONE,
+        at_least="rollout_batch_size",
     )
     dynamic_sampling_filter_path: str | None = arg(
         None,
@@ -46,6 +47,7 @@ class SchedulingConfig(CheckedSettings):
         "this value. Default: generate to the end; with --partial-rollout on the local engine, an "
         "eighth of --rollout-max-response-len.",
         legal=AT_LEAST_ONE,
+        needs="partial_rollout|@over_samples|dynamic_sampling_filter_path",
     )
     rollout_time_limit_s: float | None = arg(
         None,
@@ -91,7 +93,7 @@ class SchedulingConfig(CheckedSettings):
         "module.Class or file.py:Class of a data source in place of --prompt-data, with slime's "
         "interface, on rank 0: Class(args), with get_samples(num_samples), add_samples(samples), "
         "save(rollout_id), load(rollout_id) and len().",
-        excludes="load_debug_rollout_data",
+        excludes=("load_debug_rollout_data", "@self_teacher, which reads rows of --prompt-data"),
     )
     eval_function_path: str | None = arg(
         None,

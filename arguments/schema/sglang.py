@@ -29,6 +29,7 @@ class SglangConfig(CheckedSettings):
         False,
         "Servers share the GPUs of the trainer; each side releases its memory while the other "
         "works.",
+        excludes="async_rollout, which samples while the trainer works",
     )
     offload_train: bool | None = arg(
         None,
@@ -57,6 +58,7 @@ class SglangConfig(CheckedSettings):
         "Port of the external sglang_router; without --sglang-router-ip, of the one that this run "
         "starts. Default: a free port.",
         legal=POSITIVE,
+        required_with="sglang_router_ip",
     )
     no_sglang_router: bool = arg(
         False,

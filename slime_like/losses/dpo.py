@@ -50,6 +50,7 @@ class DPOConfig(CheckedSettings):
         0.0,
         "Label smoothing: assumed fraction of pairs with swapped labels (sigmoid, robust).",
         legal=_BELOW_HALF,
+        needs="dpo_loss_type=sigmoid|dpo_loss_type=robust",
     )
     dpo_nll_coef: float = arg(
         0.0,

@@ -30,7 +30,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from slime_like.config import SettingsError
+from slime_like.config import SettingsError, check_relations
 from slime_like.lazy import Tensor, dist, torch
 from slime_like.losses.mismatch import (
     StepTokens,
@@ -83,7 +83,7 @@ def off_policy_correction(
     Raises:
         ValueError: Bounds in the wrong order, a missing tensor or a wrong shape.
     """
-    if problems := config.conflicts():
+    if problems := check_relations(config):
         raise SettingsError(problems, type(config).__name__)
     require_shape("old_log_probs", old_log_probs, loss_mask, "loss_mask")
     require_shape("rollout_log_probs", rollout_log_probs, loss_mask, "loss_mask")
@@ -135,7 +135,7 @@ def _token_mask(
         return keep
     low = config.token_mask_is_threshold_low
     high = config.token_mask_is_threshold_high
-    assert low is not None and high is not None, "see OffPolicyConfig.conflicts"
+    assert low is not None and high is not None, "checked by check_relations"
     x = tokens.ratios
     inside = ((x >= low) & (x <= high) & tokens.finite) | ~tokens.mask
     metrics["token_mask_ratio"] = masked_mean(~inside, tokens.mask)
@@ -191,7 +191,7 @@ def _rejection(
     """Rejection by k2 or k3 of the remaining tokens."""
     if config.rejection_metric is None:
         return keep
-    assert config.rejection_threshold is not None, "see OffPolicyConfig.conflicts"
+    assert config.rejection_threshold is not None, "checked by check_relations"
     level, _, kind = config.rejection_metric.rpartition("_")
     d = tokens.differences.double()
     estimate = d * d / 2 if kind == "k2" else k3_of_ratio(d)

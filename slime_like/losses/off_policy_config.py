@@ -5,22 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import product
 
-from slime_like.config import NON_NEGATIVE, POSITIVE, CheckedSettings, Problem, arg, flag_name
+from slime_like.config import NON_NEGATIVE, POSITIVE, CheckedSettings, arg
 
 _LEVELS = ("token", "seq_mean", "seq_sum", "seq_max")
 REJECTION_METRICS = tuple(f"{level}_{kind}" for level, kind in product(_LEVELS, ("k2", "k3")))
-# settings without effect on their own
-_PAIRS = (
-    ("token_mask_is_threshold_low", "token_mask_is_threshold_high"),
-    ("rejection_metric", "rejection_threshold"),
-)
-_BOUNDS = (
-    "token_tis_ratio_clip",
-    "geo_mask",
-    "product_mask",
-    "outlier_token_is_threshold",
-    "token_mask_is_threshold",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +30,7 @@ class OffPolicyConfig(CheckedSettings):
         "Lower bound of the weight with --tis-ratio-type token.",
         legal=NON_NEGATIVE,
         idle_without="tis_ratio_type=token",
+        at_most="token_tis_ratio_clip_high",
     )
     sequence_tis_ratio_clip_high: float = arg(
         5.0,
@@ -66,6 +55,7 @@ class OffPolicyConfig(CheckedSettings):
         "Lower bound of the geometric mean; use a smaller value for MoE models.",
         legal=NON_NEGATIVE,
         idle_without="sequence_mask_metric=geometric",
+        at_most="geo_mask_high",
     )
     geo_mask_high: float = arg(
         1.01,
@@ -78,6 +68,7 @@ class OffPolicyConfig(CheckedSettings):
         "Lower bound of the product.",
         legal=NON_NEGATIVE,
         idle_without="sequence_mask_metric=product",
+        at_most="product_mask_high",
     )
     product_mask_high: float = arg(
         2.0,
@@ -89,15 +80,23 @@ class OffPolicyConfig(CheckedSettings):
         None,
         "Drop sequences with a token ratio below this; try 1e-4.",
         legal=NON_NEGATIVE,
+        at_most="outlier_token_is_threshold_high",
     )
     outlier_token_is_threshold_high: float | None = arg(
         None, "Drop sequences with a token ratio above this; try 100.", legal=POSITIVE
     )
     token_mask_is_threshold_low: float | None = arg(
-        None, "Drop tokens with a ratio below this; try 0.5.", legal=NON_NEGATIVE
+        None,
+        "Drop tokens with a ratio below this; try 0.5.",
+        legal=NON_NEGATIVE,
+        at_most="token_mask_is_threshold_high",
+        needs="token_mask_is_threshold_high",
     )
     token_mask_is_threshold_high: float | None = arg(
-        None, "Drop tokens with a ratio above this; try 2.", legal=POSITIVE
+        None,
+        "Drop tokens with a ratio above this; try 2.",
+        legal=POSITIVE,
+        needs="token_mask_is_threshold_low",
     )
     rejection_metric: str | None = arg(
         None,
@@ -105,12 +104,14 @@ class OffPolicyConfig(CheckedSettings):
         "trainer and engine.",
         choices=REJECTION_METRICS,
         aliases=("--rollout-rs",),
+        needs="rejection_threshold",
     )
     rejection_threshold: float | None = arg(
         None,
         "Upper bound of the --rejection-metric estimate; try 0.01 for means, 0.1 for tokens.",
         legal=POSITIVE,
         aliases=("--rollout-rs-threshold",),
+        needs="rejection_metric",
     )
     m2po_threshold: float | None = arg(
         None,
@@ -123,6 +124,7 @@ class OffPolicyConfig(CheckedSettings):
         "With --use-tis: module.function or file.py:function in place of truncated importance "
         "sampling, called with slime's keyword arguments once per optimizer step; a path ending in "
         "icepop_function selects the built-in IcePop.",
+        needs="tis_ratio_type=token",
     )
 
     @property
@@ -148,20 +150,3 @@ class OffPolicyConfig(CheckedSettings):
         by_name = (self.sequence_mask_metric, self.rejection_metric, self.m2po_threshold)
         masks = self.outliers or self.token_mask or any(x is not None for x in by_name)
         return self.weights or masks
-
-    def conflicts(self) -> list[Problem]:
-        """Problems: bounds in the wrong order, or only one bound of a pair."""
-        problems = []
-        for name in _BOUNDS:
-            low = getattr(self, f"{name}_low")
-            high = getattr(self, f"{name}_high")
-            if low is not None and high is not None and low > high:
-                message = f"must not be above {flag_name(name + '_high')} {high:g}"
-                problems.append(Problem(flag_name(f"{name}_low"), low, message))
-        for pair in _PAIRS:
-            for name, other in (pair, pair[::-1]):
-                value = getattr(self, name)
-                if value is not None and getattr(self, other) is None:
-                    message = f"needs {flag_name(other)} too"
-                    problems.append(Problem(flag_name(name), value, message))
-        return problems

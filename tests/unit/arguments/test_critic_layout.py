@@ -106,7 +106,7 @@ REFUSED = [
      "--critic-tensor-model-parallel-size 2 x --critic-pipeline-model-parallel-size 4 = 8 does not "
      "divide the 4 processes"),
     ("--critic-sequence-parallel", "--critic-sequence-parallel",
-     "requires --critic-tensor-model-parallel-size above 1"),
+     "without --critic-tensor-model-parallel-size above 1"),
     (TP2 + "--critic-tensor-model-parallel-size 4", "--critic-tensor-model-parallel-size",
      "--num-query-groups 2"),
     ("--critic-context-parallel-size 2 --hidden-dropout 0.1", "--hidden-dropout",
@@ -115,7 +115,7 @@ REFUSED = [
     ("--critic-context-parallel-size 2 --cp-comm-type p2p", "--cp-comm-type",
      "in the critic's layout"),
     ("--critic-num-virtual-stages-per-pipeline-rank 2",
-     "--critic-num-virtual-stages-per-pipeline-rank", "requires --critic-pipeline-model"),
+     "--critic-num-virtual-stages-per-pipeline-rank", "without --critic-pipeline-model"),
     (critics(VP2) + "--critic-num-layers-per-virtual-pipeline-stage 1",
      "--critic-num-layers-per-virtual-pipeline-stage", "cannot be combined with --critic-"),
     (critics(PP2 + "--num-virtual-stages-per-pipeline-rank 3"),

@@ -329,7 +329,7 @@ def test_every_key_switches_the_correction_on(settings: dict[str, Any]) -> None:
 def test_one_side_of_the_token_mask_alone_is_refused() -> None:
     with pytest.raises(
         ValueError,
-        match=r"token_mask_is_threshold_high=2\.0 needs --token-mask-is-threshold-low too",
+        match=r"token_mask_is_threshold_high=2\.0 has no effect without --token-mask-is-threshold-low",
     ):
         correct(OffPolicyConfig(token_mask_is_threshold_high=2.0), batch(0))
 

@@ -154,7 +154,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "bounds swapped": (lambda: correct(geo_mask_low=2.0), "geo_mask_low=2.0 must not be above"),
     "one side": (
         lambda: correct(token_mask_is_threshold_low=0.5),
-        "needs --token-mask-is-threshold-high",
+        "without --token-mask-is-threshold-high",
     ),
     "NaN of the trainer": (lambda: correct(old=with_value(NAN)), r"old_log_probs\[1, 2\] is nan"),
     "no old": (lambda: correct(old=None), "old_log_probs is NoneType"),

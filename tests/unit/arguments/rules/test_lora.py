@@ -66,10 +66,11 @@ REFUSED = [
     ("", "--lora-rank 4 --lora-dropout 0.1", "--lora-dropout"),
     ("", "--lora-rank 4 --exclude-modules q_proj", "use --lora-target-modules"),
     ("check_lora_base", "--lora-rank 4 --load {folder}/hf", "set it as --hf-checkpoint"),
-    ("check_lora_compatibility", "--lora-rank 4 --debug-rollout-only",
+    ("", "--lora-rank 4 --debug-rollout-only",
      "--debug-rollout-only: cannot be combined with --lora-rank"),
-    ("check_lora_compatibility", "--lora-rank 4 --decoupled-lr 1e-3",
-     "--decoupled-lr (given: 0.001): is for the embedding and the output layer"),
+    ("", "--lora-rank 4 --decoupled-lr 1e-3",
+     "--decoupled-lr (given: 0.001): cannot be combined with --lora-rank, which freezes the "
+     "embedding and the output layer; remove it"),
     ("check_lora_base",
      "--lora-rank 4 --use-kl-loss --kl-loss-coef 0.1 --ref-load {folder}/hf --ref-offload",
      "the reference is the model without"),
@@ -86,7 +87,7 @@ REFUSED = [
     ("", "--lora-rank 4 --critic-lora-rank 4",
      "--critic-lora-rank (given: 4): only valid with --advantage-estimator ppo"),
     ("", f"{PPO} --lora-rank 4 --critic-lora-rank 4 --critic-load {{folder}}/hf",
-     "the critic's base is the policy's"),
+     "cannot be combined with --critic-lora-rank, which takes the base model of the policy"),
     ("",
      f"{PPO} --lora-rank 4 --critic-lora-rank 4 --tensor-model-parallel-size 2 "
      "--critic-tensor-model-parallel-size 1", "remove --critic-tensor-model-parallel-size"),

@@ -81,14 +81,14 @@ def test_what_is_missing_is_named_with_how_to_get_it(
 
 
 WRONG = [
-    ("check_muon_compatibility", "--use-distributed-optimizer", "--use-distributed-optimizer",
+    ("", "--use-distributed-optimizer", "--use-distributed-optimizer",
      "remove it"),
-    ("check_muon_compatibility", "--lora-rank 4", "--lora-rank", "use adam"),
-    ("check_muon_compatibility", "--no-decoupled-weight-decay", "--decoupled-weight-decay",
-     "must be on"),
-    ("check_muon_numbers", "--muon-momentum 1", "--muon-momentum", "0 <= x < 1"),
-    ("check_muon_numbers", "--muon-extra-scale-factor 0", "--muon-extra-scale-factor", "> 0"),
-    ("check_muon_numbers", "--muon-num-ns-steps 4", "--muon-num-ns-steps", "multiple of 5"),
+    ("", "--lora-rank 4", "--lora-rank", "use adam"),
+    ("", "--no-decoupled-weight-decay", "--no-decoupled-weight-decay",
+     "has no effect with --optimizer muon"),
+    ("", "--muon-momentum 1", "--muon-momentum", "0 <= x < 1"),
+    ("", "--muon-extra-scale-factor 0", "--muon-extra-scale-factor", "> 0"),
+    ("check_muon_iterations", "--muon-num-ns-steps 4", "--muon-num-ns-steps", "multiple of 5"),
 ]  # fmt: skip
 
 
@@ -104,7 +104,7 @@ def test_wrong_combinations(
 
 def test_every_rule_is_broken_somewhere() -> None:
     here = {"check_muon_package", "check_muon_split_qkv"}
-    assert {rule.__name__ for rule in MUON_RULES} == {case[0] for case in WRONG} | here
+    assert {rule.__name__ for rule in MUON_RULES} == {case[0] for case in WRONG if case[0]} | here
 
 
 def test_any_number_of_steps_since_the_package_takes_it(

@@ -77,7 +77,7 @@ CASES = {
         "cannot be combined with the loss"),
     "keys": (f"{DPO} {REF} --chosen-key best", "--chosen-key", "no such key in"),
     "idle smoothing": (f"{DPO} {REF} --dpo-loss-type ipo --dpo-label-smoothing 0.1",
-        "--dpo-label-smoothing", "has no effect with --dpo-loss-type ipo"),
+        "--dpo-label-smoothing", "has no effect without --dpo-loss-type sigmoid"),
     "rewards": (f"{DPO} {REF} --rm-type math", "--rm-type", "has no effect"),
     "a task": (f"{DPO} {REF} --prompt-data reasoning_gym:spell_backward?size=9&seed=1",
         "--prompt-data", "has no pairs of answers"),

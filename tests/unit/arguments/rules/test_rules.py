@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from arguments.parse import parse_args
 from arguments.rules.advantages import ADVANTAGE_RULES
 from arguments.rules.agents import AGENT_RULES
 from arguments.rules.algorithm import CORRECTION_RULES, CRITIC_RULES, LOSS_RULES
-from arguments.rules.declared import FACTS, parse_alternative, unknown_names
+from arguments.rules.declared import FACTS, parse_alternative, unknown_names, without_reason
 from arguments.rules.distillation import DISTILLATION_RULES
 from arguments.rules.layout import warn_attention_sinks as SINKS
 from arguments.rules.layout import warn_mla_context_parallel as LATENT
@@ -26,10 +27,11 @@ from arguments.rules.run import RULES, WARNINGS
 from arguments.rules.scheduling import SCHEDULING_RULES
 from arguments.rules.sglang import SGLANG_RULES, warn_few_servers
 from arguments.rules.training import LORA_RULES, OPTIMIZER_RULES, OPTIMIZER_WARNINGS
+from arguments.schema import CriticConfig
 from arguments.untested import warn_untested
 from slime_like.config import ConfigError, flag_name
 from slime_like.rewards.registry import reward_of
-from tests.unit.command_lines import TWO_STEPS, complete, parse_flags, problems_of
+from tests.unit.command_lines import HF_CONFIG, TWO_STEPS, complete, parse_flags, problems_of
 
 DYNAMIC = "--use-dynamic-batch-size --max-tokens-per-gpu 64"
 EVAL = "--eval-interval 2 --eval-prompt-data a {folder}/prompts.jsonl"
@@ -104,7 +106,7 @@ CASES: list[tuple[str, str, tuple[str, ...], int, str, str]] = [
      "does not divide the 3 processes"),
     ("check_world_size", "--context-parallel-size 2", (), 3, "--tensor-model-parallel-size",
      "--context-parallel-size 2 = 2 does not divide"),
-    ("check_sequence_parallel", "--sequence-parallel", (), 1, "--sequence-parallel",
+    ("check_declared_rules", "--sequence-parallel", (), 1, "--sequence-parallel",
      "--tensor-model-parallel-size above 1"),
     ("check_tensor_parallel", "--tensor-model-parallel-size 4", (), 4,
      "--tensor-model-parallel-size", "--num-query-groups 2"),
@@ -117,13 +119,13 @@ CASES: list[tuple[str, str, tuple[str, ...], int, str, str]] = [
     ("check_context_parallel", "--context-parallel-size 2 --hidden-dropout 0.1", (), 2,
      "--hidden-dropout", "must be 0"),
     (
-        "check_interleaved_schedule",
+        "check_declared_rules",
         "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 "
         "--num-layers-per-virtual-pipeline-stage 1",
         (), 2, "--num-layers-per-virtual-pipeline-stage", "cannot be combined with",
     ),
-    ("check_interleaved_schedule", "--num-virtual-stages-per-pipeline-rank 2", (), 1,
-     "--num-virtual-stages-per-pipeline-rank", "requires --pipeline"),
+    ("check_declared_rules", "--num-virtual-stages-per-pipeline-rank 2", (), 1,
+     "--num-virtual-stages-per-pipeline-rank", "without --pipeline"),
     ("check_pipeline_split", "--pipeline-model-parallel-size 3", (), 3,
      "--pipeline-model-parallel-size", "divisor of 4"),
     (
@@ -138,22 +140,26 @@ CASES: list[tuple[str, str, tuple[str, ...], int, str, str]] = [
                             "--position-embedding-type rope --debug-train-only "
      "--load-debug-rollout-data {folder}/{rollout_id}", ("--hf-checkpoint",), 1, "--vocab-size",
      "required"),
-    ("check_recompute", "--recompute-granularity full --recompute-method uniform", (), 1,
+    ("check_declared_rules", "--recompute-granularity full --recompute-method uniform", (), 1,
      "--recompute-num-layers", "required"),
-    ("check_recompute", "--recompute-granularity selective --recompute-method block", (), 1,
+    ("check_declared_rules", "--recompute-granularity selective --recompute-method block", (), 1,
      "--recompute-method", "remove it"),
-    ("check_recompute",
+    ("check_declared_rules",
      "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
      "--recompute-modules mlp", (), 1, "--recompute-modules", "remove it"),
-    ("check_recompute", "--distribute-saved-activations", (), 1, "--distribute-saved-activations",
-     "requires --recompute-granularity full"),
-    ("check_recompute",
+    ("check_declared_rules", "--distribute-saved-activations", (), 1, "--distribute-saved-activations",
+     "without --recompute-granularity full"),
+    ("check_declared_rules",
      "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 "
      "--distribute-saved-activations", (), 1, "--distribute-saved-activations",
-     "requires --tensor-model-parallel-size"),
-    ("check_recompute", "--recompute-modules mlp", (), 1, "--recompute-modules",
-     "requires --recompute-granularity"),
-    ("check_network_sizes", "--attention-dropout 1", (), 1, "--attention-dropout", "0 <= x < 1"),
+     "without --tensor-model-parallel-size above 1"),
+    ("check_declared_rules", "--recompute-modules mlp", (), 1, "--recompute-modules",
+     "only valid with --recompute-granularity selective"),
+    ("check_declared_rules", "--attention-dropout 1", (), 1, "--attention-dropout", "0 <= x < 1"),
+    ("check_network_sizes", "--num-layers 2 --hidden-size 8 --num-attention-heads 2 "
+     "--num-query-groups 3 --position-embedding-type rope --vocab-size 9 --debug-train-only "
+     "--load-debug-rollout-data {folder}/{rollout_id}", ("--hf-checkpoint",), 1,
+     "--num-query-groups", "must divide --num-attention-heads 2"),
     ("check_run_length", "", ("--num-rollout",), 1, "--num-rollout", "required"),
     ("check_supervised_samples", "--loss-type sft_loss --n-samples-per-prompt 4", (), 1,
      "--n-samples-per-prompt", "must be 1"),
@@ -207,8 +213,8 @@ CASES: list[tuple[str, str, tuple[str, ...], int, str, str]] = [
         "--renormalize-sampled-log-probs",
         "--loss-type sft_loss",
     ),
-    ("check_kl_terms", "--kl-coef 0.1 --kl-loss-coef 0.1 --use-kl-loss --ref-load {folder}/hf", (),
-     1, "--kl-coef", "choose one"),
+    ("check_declared_rules", "--kl-coef 0.1 --kl-loss-coef 0.1 --use-kl-loss --ref-load {folder}/hf", (),
+     1, "--kl-coef", "set only one of them"),
     ("check_declared_rules", "--kl-loss-coef 0.1", (), 1, "--kl-loss-coef",
      "without --use-kl-loss"),
     ("check_declared_rules", "--use-unbiased-kl", (), 1, "--use-unbiased-kl",
@@ -237,13 +243,13 @@ CASES: list[tuple[str, str, tuple[str, ...], int, str, str]] = [
     ("check_cross_entropy", "--policy-loss sft", (), 1, "--policy-loss-type",
      "use --loss-type sft_loss"),
     ("check_lr", "", ("--lr",), 1, "--lr", "required"),
-    ("check_lr", "--lr 0", (), 1, "--lr", "must be > 0"),
-    ("check_lr", "--min-lr 1", (), 1, "--min-lr", "between 0 and --lr"),
-    ("check_optimizer_numbers", "--adam-beta1 1", (), 1, "--adam-beta1", "0 <= x < 1"),
-    ("check_optimizer_numbers", "--weight-decay -0.1", (), 1, "--weight-decay", ">= 0"),
+    ("check_declared_rules", "--lr 0", (), 1, "--lr", "must be > 0"),
+    ("check_declared_rules", "--min-lr 1", (), 1, "--min-lr", "must not be above --lr 1e-05"),
+    ("check_declared_rules", "--adam-beta1 1", (), 1, "--adam-beta1", "0 <= x < 1"),
+    ("check_declared_rules", "--weight-decay -0.1", (), 1, "--weight-decay", ">= 0"),
     ("check_declared_rules", "--lr-warmup-iters 1 --lr-warmup-fraction 0.1", (), 1,
      "--lr-warmup-fraction", "cannot be combined with"),
-    ("check_warmup", "--lr-warmup-iters 5 --lr-decay-iters 5", (), 1, "--lr-warmup-iters",
+    ("check_declared_rules", "--lr-warmup-iters 5 --lr-decay-iters 5", (), 1, "--lr-warmup-iters",
      "below --lr-decay-iters 5"),
     ("check_declared_rules", "--lr-decay-style WSD", (), 1, "--lr-wsd-decay-iters", "required"),
     ("check_declared_rules", "--weight-decay-incr-style linear --end-weight-decay 0.1", (), 1,
@@ -287,7 +293,7 @@ CASES: list[tuple[str, str, tuple[str, ...], int, str, str]] = [
     ("check_declared_rules", "--ref-ckpt-step 2", (), 1, "--ref-ckpt-step", "without --ref-load"),
     ("check_declared_rules", "--save-interval 2", (), 1, "--save-interval", "without --save"),
     ("check_declared_rules", "--finetune", (), 1, "--finetune", "without --load"),
-    ("check_save_hf", "--save-hf {folder}/out --debug-train-only --load-debug-rollout-data "
+    ("check_declared_rules", "--save-hf {folder}/out --debug-train-only --load-debug-rollout-data "
                       "{folder}/{rollout_id} --num-layers 2 --hidden-size 8 "
      "--num-attention-heads 2 --position-embedding-type rope --vocab-size 9", ("--hf-checkpoint",),
      1, "--save-hf", "requires --hf-checkpoint"),
@@ -311,10 +317,10 @@ CASES: list[tuple[str, str, tuple[str, ...], int, str, str]] = [
     ("check_debug_path", "--save-debug-rollout-data {folder}/rollout --num-epoch 1",
      ("--num-rollout",), 1,
      "--save-debug-rollout-data", "must contain {rollout_id}"),
-    ("check_debug_flags", "--debug-train-only", (), 1, "--load-debug-rollout-data", "required"),
-    ("check_debug_flags", "--debug-rollout-only --load-debug-rollout-data {folder}/{rollout_id}",
+    ("check_declared_rules", "--debug-train-only", (), 1, "--load-debug-rollout-data", "required"),
+    ("check_declared_rules", "--debug-rollout-only --load-debug-rollout-data {folder}/{rollout_id}",
      (), 1, "--load-debug-rollout-data", "--debug-rollout-only"),
-    ("check_debug_flags",
+    ("check_declared_rules",
      "--debug-rollout-only --debug-train-only --load-debug-rollout-data {folder}/{rollout_id}", (),
      1, "--debug-rollout-only", "--debug-train-only"),
     ("reject_server_flags", "--port 8000", (), 1, "--port", "python -m slime_like.tinker"),
@@ -347,12 +353,7 @@ ELSEWHERE = {
     )
     for rule in rules
 }
-ELSEWHERE |= {  # test_pairs.py
-    "check_label_smoothing",
-    "check_pair_loss",
-    "check_pairs",
-    "check_reward_model",
-}
+ELSEWHERE |= {"check_pair_loss", "check_pairs"}  # test_pairs.py
 ELSEWHERE |= {"check_critic_layout"}  # arguments/test_critic_layout.py
 ELSEWHERE |= {"check_delta_net_parallel"}  # arguments/hf/test_delta_nets.py
 ELSEWHERE |= {"check_indexer_stages"}  # arguments/hf/test_sparse_attention.py
@@ -377,7 +378,7 @@ def test_a_broken_rule(
     named = [p for p in found if p.flag == flag and wording in str(p)]
     assert named, "\n".join(map(str, found))
     others = {p.flag for p in found} - {flag}
-    assert not others or "check_debug_flags" in rule, "one mistake is reported once"
+    assert not others or "--debug" in flags, "one mistake is reported once"
 
 
 def test_declarations_name_settings_that_exist() -> None:
@@ -402,9 +403,46 @@ def value_for(flag: Flag) -> str | None:
         return str(next(c for c in flag.choices if c != flag.default))
     if flag.item is str:
         return "{folder}/hf"
-    numbers = (1, 2, 0.5, 3)
+    numbers = (1, 2, 0.5, 3, 0.25)
     return str(next(n for n in numbers if n != flag.default and isinstance(n, flag.item)
                     and (flag.legal is None or flag.legal.holds(n))))  # fmt: skip
+
+
+# What a setting needs to have an effect, where that is not declared as a condition.
+CRITIC = [field.name for field in dataclasses.fields(CriticConfig)]
+EFFECTIVE = dict.fromkeys(CRITIC, "--advantage-estimator ppo") | {
+    "dpo_label_smoothing": "--loss-type dpo_loss",
+}
+# How a fact about the run is made on a command line.
+FACT_WORDS = {
+    "@reward_model": "--loss-type rm_loss",
+    "@served_teacher": "--use-opd --opd-type sglang --opd-teacher-url http://x:1",
+    "@self_teacher": "--use-opd --opd-type self --opd-feedback-key feedback",
+}
+
+
+def made_true(name: str, sign: str, wanted: str) -> list[str]:
+    """The words that make a condition true."""
+    if name in FACTS:
+        return FACT_WORDS[name].split()
+    flag = flag_table().by_dest[name]
+    if flag.kind == "switch":
+        return [flag.on[0]]
+    return [flag.on[0], wanted if sign else str(value_for(flag))]
+
+
+def made_false(condition: str) -> tuple[list[str], list[str]]:
+    """The words that make a condition false which is true by default, and the flags that are left
+    out for it."""
+    name, sign, _ = parse_alternative(condition.split("|")[0])
+    if name in FACTS:
+        return [], []
+    flag = flag_table().by_dest[name]
+    legal = {parse_alternative(part)[2] for part in condition.split("|")}
+    if sign == "=" and str(flag.default) in legal:
+        other = next(choice for choice in flag.choices or () if choice not in legal)
+        return [flag.on[0], str(other)], []
+    return [], [flag.on[0]] if name in ("num_rollout", "hf_checkpoint") else []
 
 
 @pytest.mark.parametrize(
@@ -413,22 +451,62 @@ def value_for(flag: Flag) -> str | None:
 def test_every_declaration_is_checked(
     tmp_path: Path, flag: Flag, kind: str, condition: str
 ) -> None:
-    """Broken on a command line, it names both flags."""
-    name, sign, wanted = parse_alternative(condition.split("|")[0])
+    """Broken on a command line, it names both flags, and the reason."""
+    test, reason = without_reason(condition)
+    name, sign, wanted = parse_alternative(test.split("|")[0])
     words = [flag.name] + ([value_for(flag)] if flag.kind != "switch" else [])
+    left_out: list[str] = []
     if kind == "excludes":
-        other = flag_table().by_dest[name]
-        words += [other.on[0]]
-        if other.kind != "switch":
-            words.append(wanted if sign else value_for(other))
+        words += [*made_true(name, sign, wanted), *EFFECTIVE.get(flag.dest, "").split()]
         if flag.dest.startswith("opd_"):
             words.append("--use-opd")
+    else:
+        more, left_out = made_false(test)
+        others = (*flag.only_with, *flag.needs) if kind == "needs" else ()
+        for other in (without_reason(other)[0] for other in others if other != condition):
+            more += made_true(*parse_alternative(other.split("|")[0]))
+        words += [*more, *EFFECTIVE.get(flag.dest, "").split()]
     words = [word.replace("{folder}", str(tmp_path)) for word in words]
-    given = [] if name != "num_rollout" else ["--num-rollout"]
-    found = problems_of(complete(tmp_path, *words, without=tuple(given)), 1)
+    found = problems_of(complete(tmp_path, *words, without=tuple(left_out)), 1)
     reported = [p for p in found if p.flag in (flag.name, flag_name(flag.dest))]
     expected = FACTS[name][1] if name in FACTS else flag_name(name)
-    assert any(expected in p.message for p in reported), "\n".join(map(str, found))
+    assert any(expected in p.message and reason in p.message for p in reported), "\n".join(
+        map(str, found)
+    )
+
+
+RELATED = [
+    (flag, kind, name)
+    for flag in flag_table().flags
+    for kind, names in flag.relations
+    for name in names.split("|")
+]
+
+
+@pytest.mark.parametrize(
+    ("flag", "kind", "name"), RELATED, ids=[f"{f.name} {k} {n}" for f, k, n in RELATED]
+)
+def test_every_bound_is_checked(tmp_path: Path, flag: Flag, kind: str, name: str) -> None:
+    """Out of it, the message names the other flag and its value."""
+    other = flag_table().by_dest[name]
+    conditions = (*flag.needs, *flag.only_with, *flag.idle_without)
+    tests = [without_reason(condition)[0].split("|")[0] for condition in conditions]
+    words = [word for test in tests for word in made_true(*parse_alternative(test))]
+    words += EFFECTIVE.get(flag.dest, "").split()
+    unit = 0.25 if float in (flag.item, other.item) else 1
+    small, large = (unit, 3 * unit) if kind in ("at_most", "below") else (3 * unit, unit)
+    bound = small
+    if name == "vocab_size":
+        bound = int(HF_CONFIG["vocab_size"])
+        large = bound + 1
+    else:
+        words += [other.on[0], str(small)]
+    words = [word.replace("{folder}", str(tmp_path)) for word in words]
+    found = problems_of(complete(tmp_path, *words, flag.on[0], str(large)), 1)
+    reported = [p for p in found if p.flag == flag_name(flag.dest)]
+    assert any(f"{flag_name(name)} {bound}" in p.message for p in reported), "\n".join(
+        map(str, found)
+    )
 
 
 def test_every_rule_is_broken_somewhere() -> None:

@@ -53,6 +53,10 @@ CASES = [
     ("check_sglang_installation",
      "--rollout-engine sglang --rollout-num-gpus 1 --no-sglang-router --sglang-python {folder}/no",
      "--sglang-python", "cannot be run"),
+    ("check_declared_rules_of_server", "--exp-avg-dtype bf16", "--exp-avg-dtype",
+     "without --use-precision-aware-optimizer"),
+    ("check_declared_rules_of_server", "--sequence-parallel", "--sequence-parallel",
+     "without --tensor-model-parallel-size above 1"),
     ("check_server_dir", "--server-dir {folder}/bad", "--server-dir", "is a file"),
 ]  # fmt: skip
 
