@@ -4,7 +4,7 @@ to a folder."""
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import pytest
 
 from arguments.parse import parse_args
 from arguments.run_config import RunConfig
-from slime_like.config import ConfigError, Problem
+from slime_like.config import ConfigError, Problem, Range
 
 HF_CONFIG: Mapping[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -80,3 +80,14 @@ def problems_of(argv: list[str], world_size: int = 1) -> tuple[Problem, ...]:
     with pytest.raises(ConfigError) as caught:
         parse_args(argv, world_size)
     return caught.value.problems
+
+
+def illegal_value(
+    choices: Sequence[object] | None, legal: Range | None, *, is_integer: bool, is_text: bool
+) -> Any:
+    """A value of a setting's type outside its choices or its range."""
+    if choices:
+        return "no-such-value" if is_text else 987
+    assert legal is not None
+    numbers = (0, -1, 2) if is_integer else (0.0, -1.0, 1.0, 2.0)
+    return next(number for number in numbers if not legal.holds(number))

@@ -18,6 +18,7 @@ from arguments.values import ParsedArgs
 from slime_like.config import ConfigError
 from slime_like.rewards.registry import rewards
 from tests.paths import ROOT
+from tests.unit.command_lines import illegal_value
 
 PARSER = get_parser()
 
@@ -131,19 +132,12 @@ BOUNDED = [
 ]
 
 
-def illegal_value(flag: Flag) -> object:
-    """A value of the flag's type outside its choices or its range."""
-    if flag.choices:
-        return "no-such-value" if flag.item is str else 987
-    numbers = (0, -1, 2) if flag.item is int else (0.0, -1.0, 1.0, 2.0)
-    assert flag.legal is not None
-    return next(number for number in numbers if not flag.legal.holds(number))
-
-
 @pytest.mark.parametrize("flag", BOUNDED, ids=lambda flag: flag.name)
 def test_every_range_and_choice_is_checked(flag: Flag) -> None:
     """It names the flag, what was given, and what is legal."""
-    value = illegal_value(flag)
+    value = illegal_value(
+        flag.choices, flag.legal, is_integer=flag.item is int, is_text=flag.item is str
+    )
     given = read(flag.name, str(value))
     (found,) = given.problems
     shown = [str(value)] if flag.kind == "list" else value

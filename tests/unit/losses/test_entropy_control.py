@@ -66,5 +66,3 @@ def test_fixed_is_fixed_and_what_is_not_finite_changes_nothing() -> None:
         adaptive.update(entropy)
     adaptive.load_state_dict({})
     assert adaptive == controller()
-    with pytest.raises(ValueError, match=r"target=-1.0 must be > 0"):
-        EntropyController(0.0, target=-1.0)
