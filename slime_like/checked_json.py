@@ -67,17 +67,20 @@ def read(model: type[M], response: object) -> M:
             assert isinstance(response, bytes)
             start = shown(response[:_SHOWN].decode("utf-8", "replace"))
             raise NotJson(f"invalid JSON ({first['ctx']['error']}): {start}") from None
-        raise InvalidResponse(problem_of(error)) from None
+        raise InvalidResponse(problems_of(error)[0]) from None
 
 
-def problem_of(error: ValidationError) -> str:
-    """The first problem: field, value and what is legal."""
-    first = error.errors(include_url=False)[0]
-    place = "".join(f"[{at}]" if isinstance(at, int) else f".{at}" for at in first["loc"])
-    name = printable(place.removeprefix(".")) or "the content"
-    if first["type"] == "missing":
-        return f"{name} is missing"
-    return f"{name} is {shown(first['input'])}: {printable(first['msg'])}"
+def problems_of(error: ValidationError) -> list[str]:
+    """Each problem: field, value and what is legal."""
+    problems = []
+    for found in error.errors(include_url=False):
+        place = "".join(f"[{at}]" if isinstance(at, int) else f".{at}" for at in found["loc"])
+        name = printable(place.removeprefix(".")) or "the content"
+        if found["type"] == "missing":
+            problems.append(f"{name} is missing")
+        else:
+            problems.append(f"{name} is {shown(found['input'])}: {printable(found['msg'])}")
+    return problems
 
 
 def shown(value: object, limit: int = _SHOWN) -> str:

@@ -3,7 +3,11 @@ network's function, those that are rejected, and the legal types of their values
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from typing import Annotated
+
+from pydantic import Field, TypeAdapter
+from typing_extensions import TypedDict  # pydantic takes typing's from Python 3.12 on
 
 REQUIRED = (
     "vocab_size",
@@ -120,80 +124,61 @@ LARGEST = 2**31  # bound of all numbers in the file
 MOST_LAYERS = 10_000
 
 
-def is_number(value: object) -> bool:
-    return (
-        isinstance(value, int | float)
-        and not isinstance(value, bool)
-        and -LARGEST < value < LARGEST  # false for NaN
-    )
+Number = Annotated[float, Field(gt=-LARGEST, lt=LARGEST)]  # neither NaN nor infinite
+Count = Annotated[int, Field(ge=0, le=MOST_LAYERS)]
+Names = Annotated[list[str], Field(max_length=MOST_LAYERS, fail_fast=True)]
+Integers = Annotated[list[int], Field(max_length=MOST_LAYERS, fail_fast=True)]
 
 
-def _is_rope(value: object) -> bool:
-    return isinstance(value, dict) and all(
-        is_number(v) if key in ROPE_NUMBERS else isinstance(v, str)
-        for key, v in value.items()
-        if v is not None and key in (*ROPE_NUMBERS, "type", "rope_type")
-    )
+class RopeTypes(TypedDict, total=False):
+    """Settings of rotary embeddings."""
+
+    type: str | None
+    rope_type: str | None
+    factor: Number | None
+    rope_theta: Number | None
+    partial_rotary_factor: Number | None
+    low_freq_factor: Number | None
+    high_freq_factor: Number | None
+    original_max_position_embeddings: Number | None
+    beta_fast: Number | None
+    beta_slow: Number | None
+    mscale: Number | None
+    mscale_all_dim: Number | None
+    attention_factor: Number | None
 
 
-def _list_of(kind: type) -> Callable[[object], bool]:
-    return lambda value: (
-        isinstance(value, list)
-        and len(value) <= MOST_LAYERS
-        and all(type(each) is kind for each in value)
-    )
+class ConfigTypes(TypedDict, total=False):
+    """Keys that are read as something other than a positive number."""
+
+    architectures: Names | None
+    layer_types: Names | None
+    indexer_types: Names | None
+    mlp_layer_types: Names | None
+    mlp_only_layers: Integers | None
+    no_rope_layers: Integers | None
+    attn_type_list: Integers | None
+    rope_scaling: RopeTypes | None
+    rope_parameters: RopeTypes | None
+    quantization_config: dict[str, object] | None
+    text_config: dict[str, object] | None
+    model_type: str | None
+    hidden_act: str | None
+    dtype: str | None
+    torch_dtype: str | None
+    index_topk_pattern: str | None
+    rope_theta: Number | None
+    partial_rotary_factor: Number | None
+    attention_dropout: Number | None
+    use_mtp: bool | None
+    use_routing_bias: bool | None
+    use_qk_norm: bool | None
+    num_hidden_layers: Count | None
+    max_window_layers: Count | None
+    first_k_dense_replace: Count | None
+    n_shared_experts: Count | None
+    num_nextn_predict_layers: Count | None
+    num_mtp_modules: Count | None
 
 
-ROPE_NUMBERS = frozenset(
-    [
-        "factor",
-        "rope_theta",
-        "partial_rotary_factor",
-        "low_freq_factor",
-        "high_freq_factor",
-        "original_max_position_embeddings",
-        "beta_fast",
-        "beta_slow",
-        "mscale",
-        "mscale_all_dim",
-        "attention_factor",
-    ]
-)
-TEXT = ("a string", lambda value: isinstance(value, str))
-NUMBER = ("a finite number", is_number)
-SWITCH = ("true or false", lambda value: isinstance(value, bool))
-COUNT = (
-    f"an integer from 0 to {MOST_LAYERS}",
-    lambda value: type(value) is int and 0 <= value <= MOST_LAYERS,
-)
-ROPE = ("an object with numbers and a rope_type", _is_rope)
-# Keys that are read as something other than a positive number -> (legal values, test)
-KINDS: Mapping[str, tuple[str, Callable[[object], bool]]] = {
-    "architectures": ("a list of names", _list_of(str)),
-    "layer_types": ("a list of names", _list_of(str)),
-    "indexer_types": ("a list of names", _list_of(str)),
-    "mlp_layer_types": ("a list of names", _list_of(str)),
-    "mlp_only_layers": ("a list of layers", _list_of(int)),
-    "no_rope_layers": ("a list of numbers", _list_of(int)),
-    "attn_type_list": ("a list of numbers", _list_of(int)),
-    **dict.fromkeys(("rope_scaling", "rope_parameters"), ROPE),
-    **dict.fromkeys(
-        ("quantization_config", "text_config"), ("an object", lambda value: isinstance(value, dict))
-    ),
-    **dict.fromkeys(
-        ("model_type", "hidden_act", "dtype", "torch_dtype", "index_topk_pattern"), TEXT
-    ),
-    **dict.fromkeys(("rope_theta", "partial_rotary_factor", "attention_dropout"), NUMBER),
-    **dict.fromkeys(("use_mtp", "use_routing_bias", "use_qk_norm"), SWITCH),
-    **dict.fromkeys(
-        (
-            "num_hidden_layers",
-            "max_window_layers",
-            "first_k_dense_replace",
-            "n_shared_experts",
-            "num_nextn_predict_layers",
-            "num_mtp_modules",
-        ),
-        COUNT,
-    ),
-}
+CONFIG_TYPES = TypeAdapter(ConfigTypes)

@@ -16,10 +16,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from arguments.hf.config_keys import (
     ACTIVATIONS,
+    CONFIG_TYPES,
     DTYPES,
-    KINDS,
     LARGEST,
     MAPPED,
     REFUSED_WHEN_SET,
@@ -31,6 +33,7 @@ from arguments.hf.hub import download_hint
 from arguments.hf.quantization import read_quantization
 from arguments.hf.rope import Rope, read_rope
 from arguments.hf.windows import read_windows
+from slime_like.checked_json import problems_of
 from slime_like.checkpoints.files import read_json
 from slime_like.config import ConfigError, Problem
 from slime_like.weights.families import ModelFamily, model_families
@@ -145,13 +148,12 @@ def _read_config(folder: str) -> dict[str, Any]:
 
 def _type_problems(folder: str, config: Mapping[str, object]) -> list[Problem]:
     """Problems of values that have a type that the rest of this module cannot handle."""
-    problems = []
-    for key, value in config.items():
-        legal, holds = KINDS.get(key, ("", None))
-        if value is not None and holds is not None and not holds(value):
-            message = f"config.json: {key} must be {legal}, not {value!r:.200}"
-            problems.append(Problem("--hf-checkpoint", folder, message))
-    return problems
+    try:
+        CONFIG_TYPES.validate_python(config, strict=True)
+    except ValidationError as error:
+        messages = [f"config.json: {problem}" for problem in problems_of(error)]
+        return [Problem("--hf-checkpoint", folder, message) for message in messages]
+    return []
 
 
 def _family(reader: _Reader, value_head: bool) -> tuple[str, ModelFamily]:

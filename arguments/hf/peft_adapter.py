@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from arguments.hf.config_keys import is_number
+from arguments.hf.config_keys import LARGEST
 from arguments.hf.settings_file import read_settings
 from slime_like.text import clean
 
@@ -58,9 +58,9 @@ def read_adapter_config(folder: str) -> PeftAdapter:
             raise ValueError(f"{path}: {key} is {_shown(config[key])}, which is not supported")
     rank = config.get("r")
     alpha = config.get("lora_alpha")
-    if not isinstance(rank, int) or not is_number(rank) or rank < 1:
+    if type(rank) is not int or not 1 <= rank < LARGEST:
         raise ValueError(f"{path}: r is {_shown(rank)}, must be an integer > 0")
-    if alpha is None or not is_number(alpha) or not alpha > 0:
+    if alpha is None or type(alpha) not in (int, float) or not 0 < alpha < LARGEST:
         raise ValueError(f"{path}: lora_alpha is {_shown(alpha)}, must be > 0")
     base = config.get("base_model_name_or_path")
     if not isinstance(base, str | None):

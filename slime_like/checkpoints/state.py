@@ -13,7 +13,7 @@ from typing import (
 from pydantic import Field, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
-from slime_like.checked_json import problem_of
+from slime_like.checked_json import problems_of
 from slime_like.checkpoints.files import read_json
 
 TRAINER_FILE = "trainer.json"
@@ -134,7 +134,7 @@ def read_trainer_state(folder: Path) -> TrainerState:
         if len(state["fingerprints"]) != state["world_size"]:
             raise ValueError("'fingerprints' are not those of all ranks")
     except (OSError, ValueError) as error:
-        reason = problem_of(error) if isinstance(error, ValidationError) else error
+        reason = problems_of(error)[0] if isinstance(error, ValidationError) else error
         raise ValueError(
             f"checkpoint {folder}: {TRAINER_FILE} is missing or damaged ({reason})"
         ) from error

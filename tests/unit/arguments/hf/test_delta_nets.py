@@ -103,7 +103,7 @@ def test_the_language_model_of_a_file_with_images(tmp_path: Path) -> None:
     assert model.gpt["untie_embeddings_and_output_weights"]
     for changes, expected in (
         ({"text_config": None}, "text_config is missing"),
-        ({"text_config": 3}, "text_config must be an object"),
+        ({"text_config": 3}, "text_config is 3: Input should be a valid dictionary"),
         ({"text_config": {**nested, "layer_types": "x"}}, "layer_types must be a list"),
         ({"text_config": {**nested, "output_gate_type": "tanh"}}, "output_gate_type 'tanh'"),
     ):

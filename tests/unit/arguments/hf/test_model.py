@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -284,6 +285,13 @@ def test_windows(tmp_path: Path, config: Any, window: int, layers: list[int] | N
             ["layer_types has 2 layers"],
         ),
         (llama(residual_multiplier=0.22), ["residual_multiplier", "0.22", "unknown"]),
+        (
+            llama(hidden_act=5, num_hidden_layers=-1, torch_dtype=["float32"]),
+            ["hidden_act is 5: ", "num_hidden_layers is -1: ", "torch_dtype is ['float32']: "],
+        ),
+        (llama(layer_types=["full_attention", 1]), ["layer_types[1] is 1: "]),
+        (llama(rope_scaling={"factor": math.nan}), ["rope_scaling.factor is nan: "]),
+        (llama(rope_theta=True), ["rope_theta is True: "]),
         ("{not json", ["config.json cannot be read"]),
         ([1], ["must be an object"]),
     ],
