@@ -104,7 +104,10 @@ def test_the_language_model_of_a_file_with_images(tmp_path: Path) -> None:
     for changes, expected in (
         ({"text_config": None}, "text_config is missing"),
         ({"text_config": 3}, "text_config is 3: Input should be a valid dictionary"),
-        ({"text_config": {**nested, "layer_types": "x"}}, "layer_types must be a list"),
+        (
+            {"text_config": {**nested, "layer_types": "x"}},
+            "layer_types is 'x': Input should be a valid list",
+        ),
         ({"text_config": {**nested, "output_gate_type": "tanh"}}, "output_gate_type 'tanh'"),
     ):
         (tmp_path / "config.json").write_text(json.dumps({**full, **changes}))
