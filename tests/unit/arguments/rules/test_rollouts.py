@@ -9,7 +9,6 @@ import pytest
 
 from arguments.eval_sets import EvalSet
 from arguments.parse import parse_args
-from arguments.rules.scheduling import SCHEDULING_RULES
 from slime_like.config import ConfigError
 from tests.unit.command_lines import complete, parse_flags, problems_of
 
@@ -111,10 +110,6 @@ def test_a_broken_rule(tmp_path: Path, rule: str, flags: str, flag: str, message
     found = problems_of(complete(tmp_path, *flags.replace("{folder}", str(tmp_path)).split()), 1)
     assert [p.flag for p in found] == [flag], found
     assert message in str(found[0])
-
-
-def test_every_rule_is_broken_somewhere() -> None:
-    assert {rule.__name__ for rule in SCHEDULING_RULES} == {case[0] for case in CASES} - {""}
 
 
 def test_slimes_filters_are_built_in(tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -12,25 +14,21 @@ from arguments.flag_registry import flag_table
 from arguments.flags import Flag
 from arguments.megatron_configs import Machine
 from arguments.parse import parse_args
-from arguments.rules.advantages import ADVANTAGE_RULES
-from arguments.rules.agents import AGENT_RULES
-from arguments.rules.algorithm import CORRECTION_RULES, CRITIC_RULES, LOSS_RULES
 from arguments.rules.declared import FACTS, parse_alternative, unknown_names, without_reason
-from arguments.rules.distillation import DISTILLATION_RULES
 from arguments.rules.layout import warn_attention_sinks as SINKS
 from arguments.rules.layout import warn_mla_context_parallel as LATENT
-from arguments.rules.moe import MOE_RULES, MOE_WARNINGS
-from arguments.rules.muon import MUON_RULES, warn_muon_blockwise
-from arguments.rules.profiling import PROFILING_RULES
+from arguments.rules.moe import MOE_WARNINGS
+from arguments.rules.muon import warn_muon_blockwise
 from arguments.rules.rows import first_keys
 from arguments.rules.run import RULES, WARNINGS
-from arguments.rules.scheduling import SCHEDULING_RULES
-from arguments.rules.sglang import SGLANG_RULES, warn_few_servers
-from arguments.rules.training import LORA_RULES, OPTIMIZER_RULES, OPTIMIZER_WARNINGS
+from arguments.rules.server import SERVER_RULES
+from arguments.rules.sglang import warn_few_servers
+from arguments.rules.training import OPTIMIZER_WARNINGS
 from arguments.schema import CriticConfig
 from arguments.untested import warn_untested
 from slime_like.config import ConfigError, flag_name
 from slime_like.rewards.registry import reward_of
+from tests.paths import ROOT
 from tests.unit.command_lines import HF_CONFIG, TWO_STEPS, complete, parse_flags, problems_of
 
 DYNAMIC = "--use-dynamic-batch-size --max-tokens-per-gpu 64"
@@ -327,36 +325,24 @@ CASES: list[tuple[str, str, tuple[str, ...], int, str, str]] = [
     ("check_debug_files", "--load-debug-rollout-data {folder}/none", (), 1,
      "--load-debug-rollout-data", "no such file"),
 ]  # fmt: skip
-NEEDS_A_DEVICE = {
-    "check_distributed_backend",
-    "check_transformer_engine",
-    "check_local_layers",
-    "check_attention_backend",
+# Tested otherwise than by a row of a table, in these files below tests/unit/arguments.
+TESTED_ELSEWHERE = {
+    "check_attention_backend": "rules/test_rules.py",
+    "check_critic_layout": "test_critic_layout.py",
+    "check_delta_net_parallel": "hf/test_delta_nets.py",
+    "check_dense_network": "hf/test_moe.py",
+    "check_distributed_backend": "test_machines.py",
+    "check_indexer_stages": "hf/test_sparse_attention.py",
+    "check_local_layers": "test_machines.py",
+    "check_muon_package": "rules/test_muon.py",
+    "check_muon_split_qkv": "rules/test_muon.py",
+    "check_pair_loss": "rules/test_pairs.py",
+    "check_pairs": "rules/test_pairs.py",
+    "check_profile_ranks": "../preflight/test_flops.py",
+    "check_server_checkpoint": "rules/test_server.py",
+    "check_server_packages": "rules/test_server.py",
+    "check_transformer_engine": "test_machines.py",
 }
-# Their tests are in the other files of this folder, hf/test_moe.py and preflight/test_flops.py.
-ELSEWHERE = {
-    rule.__name__
-    for rules in (
-        CORRECTION_RULES,
-        ADVANTAGE_RULES,
-        AGENT_RULES,
-        CRITIC_RULES,
-        LORA_RULES,
-        DISTILLATION_RULES,
-        LOSS_RULES,
-        MOE_RULES,
-        MUON_RULES,
-        OPTIMIZER_RULES,
-        PROFILING_RULES,
-        SCHEDULING_RULES,
-        SGLANG_RULES,
-    )
-    for rule in rules
-}
-ELSEWHERE |= {"check_pair_loss", "check_pairs"}  # test_pairs.py
-ELSEWHERE |= {"check_critic_layout"}  # arguments/test_critic_layout.py
-ELSEWHERE |= {"check_delta_net_parallel"}  # arguments/hf/test_delta_nets.py
-ELSEWHERE |= {"check_indexer_stages"}  # arguments/hf/test_sparse_attention.py
 
 
 @pytest.mark.parametrize(
@@ -509,9 +495,25 @@ def test_every_bound_is_checked(tmp_path: Path, flag: Flag, kind: str, name: str
     )
 
 
+def rules_of_rows(folder: Path) -> set[str]:
+    """Names of rules with which the rows of tables begin, in all unit tests."""
+    rows = [
+        node.elts[0]
+        for path in folder.rglob("test_*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Tuple) and node.elts
+    ]
+    first = {row.value for row in rows if isinstance(row, ast.Constant)}
+    return {word for word in first if re.fullmatch(r"(check|reject)_\w+", str(word))}
+
+
 def test_every_rule_is_broken_somewhere() -> None:
-    tested = {case[0] for case in CASES} | NEEDS_A_DEVICE | ELSEWHERE
-    assert {rule.__name__ for rule in RULES} == tested
+    every = {rule.__name__ for rule in (*RULES, *SERVER_RULES)}
+    broken = rules_of_rows(ROOT / "tests" / "unit")
+    assert broken - every == set(), "no such rule"
+    assert every - broken == set(TESTED_ELSEWHERE)
+    for file in TESTED_ELSEWHERE.values():
+        assert (ROOT / "tests/unit/arguments" / file).is_file()
 
 
 @pytest.mark.parametrize(
