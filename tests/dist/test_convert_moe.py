@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from benchmarks.parity.models import TINY
 from benchmarks.parity.ranks import run_ranks
 from scripts.make_tiny_model import randomize
+from slime_like.megatron.model.gpt import to_model_precision
 from slime_like.weights.parameter_map import any_expert, canonical_name, expert_number, family_map
 from tests.dist import convert_worker
 
@@ -177,6 +179,32 @@ def test_logits_and_round_trips_under_every_layout(
         "tests.dist.convert_worker:check_layouts", 4, tmp_path, arguments, timeout_s=240
     )
     assert not convert_worker.over_the_limit(ranks, len(layouts) * len(MODELS))
+
+
+def test_routers_of_a_bfloat16_model_keep_float32(alone: Any, tmp_path: Path) -> None:
+    """The biases of DeepSeek's experts differ in digits that bfloat16 does not have, and the counts
+    of their tokens are integers."""
+    folder = make_models(tmp_path, ["deepseek-v3"])["deepseek-v3"]
+    weights = convert_worker.stored_weights(folder)
+    biases = [name for name in weights if name.endswith("e_score_correction_bias")]
+    for name in biases:
+        weights[name] = 3 + weights[name].sign() * torch.rand(weights[name].shape) * 1e-3
+    save_file(weights, f"{folder}/model.safetensors", metadata={"format": "pt"})
+    chunks, hf, gpt = convert_worker.build(folder, alone)
+    chunks[0].config.bf16 = True
+    to_model_precision(chunks, chunks[0].config)
+    convert_worker.load_hf_weights(chunks, folder, hf=hf, gpt=gpt, layout=alone)
+    assert chunks[0].embedding.word_embeddings.weight.dtype == torch.bfloat16
+    exported = dict(convert_worker.HfExport(chunks, hf=hf, gpt=gpt, layout=alone).stream())
+    assert biases
+    for name in biases:
+        assert exported[name].dtype == torch.float32, name
+        assert torch.equal(exported[name], weights[name]), name
+    router = chunks[0].decoder.layers[-1].mlp.router
+    for counts in (router.load, router.local_tokens_per_expert):
+        counts += 256
+        counts += 1
+        assert counts.tolist() == [257.0] * 8
 
 
 @pytest.mark.parametrize(("impl", "full"), [("local", False), ("transformer_engine", True)])

@@ -11,6 +11,7 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe.router import Router
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import unwrap_model
 from torch import Tensor
@@ -112,8 +113,22 @@ def as_policy(model: GPTModel) -> PolicyModel:
 
 
 class HalfPrecisionModule(Float16Module):
-    """megatron-core's Float16Module, without the conversion of the last stage's output to float32:
-    here that output is hidden states, of which only active rows are used."""
+    """megatron-core's Float16Module, with two differences. The last stage's output is not converted
+    to float32: here that output is hidden states, of which only active rows are used. Routers keep
+    their buffers, the experts' biases and counts of tokens, in float32."""
+
+    def __init__(self, config: TransformerConfig, module: torch.nn.Module) -> None:
+        # megatron-core widens the bias on the first forward pass, when the files' digits are lost,
+        # and the counts never; bfloat16 has no integers between 256 and 258
+        buffers = [
+            (router, name, buffer)
+            for router in module.modules()
+            if isinstance(router, Router)
+            for name, buffer in router.named_buffers(recurse=False)
+        ]
+        super().__init__(config, module)
+        for router, name, buffer in buffers:
+            setattr(router, name, buffer)
 
     def forward(self, *inputs: object, fp32_output: bool = False, **keywords: object) -> Tensor:
         output: Tensor = super().forward(*inputs, fp32_output=fp32_output, **keywords)
