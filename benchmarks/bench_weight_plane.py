@@ -38,7 +38,8 @@ from benchmarks.bench_common import write_json
 from benchmarks.bench_weights import build, make_config
 from benchmarks.parity.steps import parallel
 from benchmarks.simulated_ranks import LayoutSizes, SimulatedRank, run_simulated
-from slime_like.conversion.meta_model import OnMeta, conversion_layout
+from slime_like.conversion.network import conversion_layout
+from slime_like.megatron.model.meta import OnMeta
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.preflight.fake_world import world_as_rank
 from slime_like.preflight.live_bytes import LiveBytes, group_key

@@ -31,6 +31,7 @@ else:
 
         def __getattr__(self, attribute: str) -> object:
             module = importlib.import_module(self._name)
+            # the module's own, not a copy: later calls find its names without __getattr__
             self.__dict__ = module.__dict__
             return getattr(module, attribute)
 

@@ -11,12 +11,13 @@ import stat
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 READ_BYTES = 4 * 2**20  # block size for hashing a file
 MIN_ASYNC_BYTES = 2**20  # pieces of at least this size are hashed in a thread
+MARKER = ".done.json"
 MAX_JSON_BYTES = 2**28  # twice the size of an index of a million tensors
 
 
@@ -95,6 +96,27 @@ def replace_file(path: Path, text: str) -> None:
     write_file(temporary, text)
     os.replace(temporary, path)
     sync_path(path.parent)
+
+
+def mark_complete(path: Path, record: FileRecord, identity: str, **more: object) -> None:
+    """Write a marker next to a file of a long write, so that the next attempt can keep the file.
+
+    Args:
+        identity: Of everything that determines the file's content.
+        more: Plain JSON.
+    """
+    marker = {"identity": identity, **asdict(record), **more}
+    replace_file(path.with_name(path.name + MARKER), json.dumps(marker))
+
+
+def complete_file(path: Path, identity: str) -> dict[str, Any] | None:
+    """The marker of a file that is complete, by its SHA-256, and has this identity."""
+    try:
+        marker: dict[str, Any] = json.loads(path.with_name(path.name + MARKER).read_text())
+        record = FileRecord(marker["size"], marker["sha256"])
+        return marker if marker["identity"] == identity and hash_file(path) == record else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def sync_path(path: Path) -> None:

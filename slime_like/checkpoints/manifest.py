@@ -84,10 +84,16 @@ def read_identity(folder: Path) -> dict[str, dict[str, object]]:
     return _read(folder).identity
 
 
-def identity_differences(saved: Mapping[str, object], current: Mapping[str, object]) -> list[str]:
-    """Descriptions, with both values, of settings that are in both and differ."""
+def identity_differences(
+    saved: Mapping[str, object], current: Mapping[str, object], place: str = "here"
+) -> list[str]:
+    """Descriptions, with both values, of settings that are in both and differ.
+
+    Args:
+        place: Where the current ones are.
+    """
     return [
-        f"{name} {saved[name]} (here: {value})"
+        f"{name} {saved[name]} ({place}: {value})"
         for name, value in current.items()
         if name in saved and saved[name] != value
     ]

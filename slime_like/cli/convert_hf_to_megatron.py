@@ -16,59 +16,40 @@ from __future__ import annotations
 
 import argparse
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from arguments.surroundings import require_surroundings
-from slime_like.cli.convert_common import (
-    DTYPES,
-    VERIFY,
-    WORKERS,
-    check_workers,
-    exit_status,
-    on_the_cpu,
+from slime_like.cli.convert import (
+    conversion_parser,
+    describe,
+    logger,
     progress,
-    progress_title,
-    rank_and_world,
+    start,
+    torch_dtype,
     verify,
     warn_of_tokenizer,
 )
+from slime_like.cli.exit_status import exit_status, rank_and_world
 
 if TYPE_CHECKING:
-    import torch
-
     from arguments.hf.model import HfModel
     from arguments.schema import ParallelConfig
-    from slime_like.conversion.to_megatron import Converted
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    result = conversion_parser(
+        __doc__,
+        model="folder of the Hugging Face model (safetensors)",
+        dtype="as in config.json, or fp32",
+        critic="a model with a score head, for --critic-load",
     )
-    parser.add_argument(
-        "--hf-checkpoint", required=True, help="folder of the Hugging Face model (safetensors)"
-    )
-    parser.add_argument(
+    result.add_argument(
         "--save", required=True, help="folder for the checkpoint; must have none yet"
     )
-    parser.add_argument(
-        "--dtype", choices=DTYPES, help="of the weights; default: as in config.json, or fp32"
-    )
-    parser.add_argument(
-        "--network",
-        choices=("policy", "critic"),
-        default="policy",
-        help="critic: a model with a score head, for --critic-load",
-    )
-    parser.add_argument("--tensor-model-parallel-size", type=int, default=1)
-    parser.add_argument("--pipeline-model-parallel-size", type=int, default=1)
-    parser.add_argument("--expert-model-parallel-size", type=int, default=1)
-    parser.add_argument("--expert-tensor-parallel-size", type=int)
-    parser.add_argument("--workers", **WORKERS)
-    parser.add_argument("--verify", **VERIFY)
-    parser.add_argument("--no-progress", action="store_true")
-    return parser
+    result.add_argument("--tensor-model-parallel-size", type=int, default=1)
+    result.add_argument("--pipeline-model-parallel-size", type=int, default=1)
+    result.add_argument("--expert-model-parallel-size", type=int, default=1)
+    result.add_argument("--expert-tensor-parallel-size", type=int)
+    return result
 
 
 def layout_of(args: argparse.Namespace, hf: HfModel, world: int) -> ParallelConfig:
@@ -76,7 +57,7 @@ def layout_of(args: argparse.Namespace, hf: HfModel, world: int) -> ParallelConf
     number of processes."""
     from arguments.rules.network import ShardedNetwork, layout_problems
     from slime_like.config import ConfigError, SettingsError
-    from slime_like.conversion.meta_model import conversion_layout
+    from slime_like.conversion.network import conversion_layout
 
     try:
         parallel = conversion_layout(
@@ -94,90 +75,38 @@ def layout_of(args: argparse.Namespace, hf: HfModel, world: int) -> ParallelConf
 
 
 def convert(args: argparse.Namespace) -> int:
-    on_the_cpu()
-    require_surroundings()
-    import torch
-
-    import megatron_patches
-    from arguments.hf.model import read_hf_model
-    from slime_like.trainer.launch import quiet_dependencies
-
-    quiet_dependencies()
-    megatron_patches.apply()
-    from slime_like.conversion.meta_model import build_meta_model
-
-    rank, world = rank_and_world()
-    value_head = args.network == "critic"
-    hf = read_hf_model(args.hf_checkpoint, value_head=value_head)
+    hf = start(args)
+    world = rank_and_world()[1]
     parallel = layout_of(args, hf, world)
-    check_workers(args.workers)
     warn_of_tokenizer(hf, args.hf_checkpoint)
-    dtype = getattr(torch, DTYPES[args.dtype] if args.dtype else hf.dtype or "float32")
+    from slime_like.conversion.network import MetaNetwork, conversion_layout
+    from slime_like.conversion.to_hf import NetworkSource
     from slime_like.conversion.to_megatron import convert_to_megatron
     from slime_like.megatron.init import model_parallel_groups, world_of_processes
 
+    dtype = torch_dtype(args.dtype or hf.dtype or "fp32")
+    critic = args.network == "critic"
     started = time.perf_counter()
-    show = rank == 0 and not args.no_progress
     with world_of_processes(parallel):
         with model_parallel_groups(parallel, virtual_stages=None, seed=1) as layout:
-            meta_model = build_meta_model(hf, parallel, layout, dtype, value_head=value_head)
-            total = sum(p.numel() * p.element_size() for p in meta_model.parameters.values())
-            with progress(progress_title("to Megatron", world), total, show=show) as bar:
+            network = MetaNetwork(hf, parallel, layout, dtype, value_head=critic)
+            with progress(args, "to Megatron", network.nbytes * world) as advance:
                 converted = convert_to_megatron(
-                    meta_model,
-                    args.hf_checkpoint,
-                    args.save,
-                    network=args.network,
-                    workers=args.workers,
-                    advance=bar,
+                    network, args.hf_checkpoint, args.save, workers=args.workers, advance=advance
                 )
-        if rank == 0:
-            print(describe(converted, layout.describe(), time.perf_counter() - started))
-        lines = []
+        details = f" ({layout.describe()}, weights only, step 0)"
+        logger.info(describe(converted, time.perf_counter() - started, details))
         if args.verify:
-            lines = verify_checkpoint(args, hf, converted.folder, converted.bytes, dtype)
-        if rank == 0:
-            flag = "--critic-load" if value_head else "--load or --ref-load"
-            usage = f"train.py --hf-checkpoint {args.hf_checkpoint} {flag} {args.save}"
-            print("\n".join([*lines, f"to use it: {usage}"]))
+            alone = conversion_layout(hf)
+            with model_parallel_groups(alone, virtual_stages=None, seed=1) as layout:
+                network = MetaNetwork(hf, alone, layout, value_head=critic)
+                folder = converted.folder / args.network
+                source = NetworkSource(network, folder, args.hf_checkpoint)
+                verify(args, source, args.hf_checkpoint, converted.bytes)
+    flag = "--critic-load" if critic else "--load or --ref-load"
+    usage = f"train.py --hf-checkpoint {args.hf_checkpoint} {flag} {args.save}"
+    logger.info(f"to use it: {usage}")
     return 0
-
-
-def describe(converted: Converted, layout: str, seconds: float) -> str:
-    """Message about what was written."""
-    text = (
-        f"{converted.folder}: {converted.bytes / 1e9:.3f} GB in {seconds:.1f} s "
-        f"({layout}, weights only, step 0)"
-    )
-    if converted.kept:
-        kept = f"{converted.kept} of {converted.files} files"
-        text += f", {kept} kept from an interrupted conversion"
-    return text
-
-
-def verify_checkpoint(
-    args: argparse.Namespace, hf: HfModel, folder: Path, size: int, dtype: torch.dtype
-) -> list[str]:
-    """Run the checks of --verify; returns messages about those that passed. size: bytes of the
-    checkpoint `folder`. Raises ValueError."""
-    from slime_like.conversion.meta_model import build_meta_model, conversion_layout
-    from slime_like.conversion.to_hf import NetworkSource
-    from slime_like.megatron.init import model_parallel_groups
-
-    rank, world = rank_and_world()
-    parallel = conversion_layout(hf)
-    with model_parallel_groups(parallel, virtual_stages=None, seed=1) as layout:
-        meta_model = build_meta_model(
-            hf, parallel, layout, dtype, value_head=args.network == "critic"
-        )
-        source = NetworkSource(meta_model, folder / args.network, args.hf_checkpoint, None)
-        return verify(
-            args.verify,
-            source,
-            args.hf_checkpoint,
-            share=-(-size // world),
-            show=rank == 0 and not args.no_progress,
-        )
 
 
 def main() -> int:

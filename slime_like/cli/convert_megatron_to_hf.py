@@ -13,168 +13,107 @@ interrupted conversion, repeat the same command: complete files are kept, by the
 from __future__ import annotations
 
 import argparse
-import logging
 import re
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from arguments.surroundings import require_surroundings
-from slime_like.cli.convert_common import (
-    DTYPES,
-    VERIFY,
-    WORKERS,
-    UsageError,
-    check_workers,
-    exit_status,
-    on_the_cpu,
+from slime_like.cli.convert import (
+    conversion_parser,
+    describe,
+    logger,
     progress,
-    progress_title,
-    rank_and_world,
+    start,
+    torch_dtype,
     verify,
     warn_of_tokenizer,
 )
-from slime_like.logs import set_up_logging, warn_rank_0
+from slime_like.cli.exit_status import UsageError, exit_status
+from slime_like.logs import warn_rank_0
 
 if TYPE_CHECKING:
     from slime_like.checkpoints.state import TrainerState
-    from slime_like.conversion.meta_model import MetaModel
-    from slime_like.conversion.to_hf import Exported, NetworkSource
+    from slime_like.conversion.network import MetaNetwork
 
-
-logger = logging.getLogger("slime_like.convert")  # child of the package's logger
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    result = conversion_parser(
+        __doc__,
+        model="the model that the run started from, for config.json and tokenizer",
+        dtype="as in the checkpoint",
+        critic="saved as a token classification model",
     )
-    parser.add_argument("--load", required=True, help="folder of checkpoints (--save of a run)")
-    parser.add_argument("--ckpt-step", type=int, help="step to convert; default: the newest")
-    parser.add_argument(
-        "--hf-checkpoint",
-        required=True,
-        help="the model that the run started from, for config.json and tokenizer",
-    )
-    parser.add_argument(
+    flag = result.add_argument
+    flag("--load", required=True, help="folder of checkpoints (--save of a run)")
+    flag("--ckpt-step", type=int, help="step to convert; default: the newest")
+    flag(
         "--output",
         required=True,
         help="folder for the Hugging Face model; an existing one is replaced at the end",
     )
-    parser.add_argument(
-        "--network",
-        choices=("policy", "critic"),
-        default="policy",
-        help="critic: saved as a token classification model",
-    )
-    parser.add_argument(
-        "--dtype", choices=DTYPES, help="of the weights; default: as in the checkpoint"
-    )
-    parser.add_argument(
+    flag(
         "--quantized",
         action="store_true",
         help="quantise like --hf-checkpoint; default: the output is not quantised",
     )
-    parser.add_argument(
-        "--max-shard-size", default="5GB", help="maximum file size, such as 5GB, 500MB or 2GiB"
-    )
-    parser.add_argument("--workers", **WORKERS)
-    parser.add_argument("--verify", **VERIFY)
-    parser.add_argument(
+    flag("--max-shard-size", default="5GB", help="maximum file size, such as 5GB, 500MB or 2GiB")
+    flag(
         "--no-verify-checkpoint",
         action="store_true",
         help="do not verify the checkpoint's manifest first",
     )
-    parser.add_argument("--no-progress", action="store_true")
-    return parser
+    return result
 
 
-def check_flags(args: argparse.Namespace) -> None:
-    """Validate the flags. Raises UsageError."""
+def convert(args: argparse.Namespace) -> int:
+    size = shard_bytes(args.max_shard_size)
     if args.quantized and args.verify:
         raise UsageError(
             "--verify excludes --quantized: quantised weights differ from the checkpoint's"
         )
-    check_workers(args.workers)
-
-
-def convert(args: argparse.Namespace) -> int:
-    on_the_cpu()
-    require_surroundings()
-    import torch
-
-    import megatron_patches
-    from arguments.hf.model import read_hf_model
+    hf = start(args)
     from slime_like.checkpoints.folders import checkpoint_folder
-    from slime_like.trainer.launch import quiet_dependencies
-
-    quiet_dependencies()
-    rank, world = rank_and_world()
-    set_up_logging(rank)
-    size = shard_bytes(args.max_shard_size)
-    value_head = args.network == "critic"
-    check_flags(args)
-    hf = read_hf_model(args.hf_checkpoint, value_head=value_head)
-    folder = checkpoint_folder(args.load, step_of(args))
-    warn_of_tokenizer(hf, args.hf_checkpoint)
-    megatron_patches.apply()
-    from slime_like.conversion.meta_model import build_meta_model, conversion_layout
-    from slime_like.conversion.to_hf import convert_to_hf
+    from slime_like.conversion.network import MetaNetwork, conversion_layout
+    from slime_like.conversion.to_hf import NetworkSource, convert_to_hf
     from slime_like.megatron.checkpoint.load import open_checkpoint
     from slime_like.megatron.init import process_groups
+    from slime_like.weights.safetensors_reader import stored_format
 
+    folder = checkpoint_folder(args.load, step_of(args))
+    warn_of_tokenizer(hf, args.hf_checkpoint)
     started = time.perf_counter()
     parallel = conversion_layout(hf)
+    critic = args.network == "critic"
     with process_groups(parallel, virtual_stages=None, seed=1) as layout:
         state = open_checkpoint(folder, verify=not args.no_verify_checkpoint)
         check_network(args.network, folder, state)
-        mtp_layers = None if value_head else state["model"].get("mtp_num_layers")
-        meta_model = build_meta_model(
-            hf, parallel, layout, torch.float32, value_head=value_head, mtp_layers=mtp_layers
+        mtp_layers = None if critic else state["model"].get("mtp_num_layers")
+        network = MetaNetwork(hf, parallel, layout, value_head=critic, mtp_layers=mtp_layers)
+        check_template(args.hf_checkpoint, folder, state, network)
+        source = NetworkSource(
+            network,
+            folder / args.network,
+            args.hf_checkpoint,
+            torch_dtype(args.dtype) if args.dtype else None,
+            stored_format(args.hf_checkpoint) if args.quantized else None,
         )
-        check_template(args.hf_checkpoint, folder, state, meta_model)
-        source = source_of(args, meta_model, folder)
-        total = sum(planned.nbytes for _, planned in source.tensors.values())
-        show = rank == 0 and not args.no_progress
-        share = -(-total // world)
-        with progress(progress_title("to Hugging Face", world), share, show=show) as bar:
-            exported = convert_to_hf(
+        with progress(args, "to Hugging Face", source.nbytes) as advance:
+            converted = convert_to_hf(
                 source,
                 args.hf_checkpoint,
                 args.output,
                 checkpoint=folder,
                 max_shard_bytes=size,
                 workers=args.workers,
-                advance=bar,
+                advance=advance,
             )
-        seconds = time.perf_counter() - started
-        logger.info(f"{args.output}: {describe(exported)}, {seconds:.1f} s")
-        for line in verify(args.verify, source, args.output, share=share, show=show):
-            logger.info(line)
+        logger.info(describe(converted, time.perf_counter() - started))
+        verify(args, source, args.output, source.nbytes)
     return 0
-
-
-def describe(exported: Exported) -> str:
-    """Message about what was written."""
-    text = f"{exported.bytes / 1e9:.3f} GB in {exported.files} file(s)"
-    if exported.kept:
-        text += f", {exported.kept} of them kept from an interrupted conversion"
-    return text
-
-
-def source_of(args: argparse.Namespace, meta_model: MetaModel, folder: Path) -> NetworkSource:
-    """The network of a checkpoint, in the requested dtype or quantisation."""
-    import torch
-
-    from slime_like.conversion.to_hf import NetworkSource
-    from slime_like.weights.safetensors_reader import stored_format
-
-    dtype = getattr(torch, DTYPES[args.dtype]) if args.dtype else None
-    quantized = stored_format(args.hf_checkpoint) if args.quantized else None
-    return NetworkSource(meta_model, folder / args.network, args.hf_checkpoint, dtype, quantized)
 
 
 def check_network(name: str, folder: Path, state: TrainerState) -> None:
@@ -184,12 +123,14 @@ def check_network(name: str, folder: Path, state: TrainerState) -> None:
         raise UsageError(f"--network {name}: checkpoint {folder} has {networks}; name one of these")
 
 
-def check_template(template: str, folder: Path, state: TrainerState, meta_model: object) -> None:
+def check_template(template: str, folder: Path, state: TrainerState, network: MetaNetwork) -> None:
     """Raise UsageError naming the settings that differ from the template's."""
-    from slime_like.conversion.to_hf import model_differences
+    from slime_like.checkpoints.manifest import identity_differences
 
-    different = model_differences(state.get("model", {}), meta_model)  # type: ignore[arg-type]
-    if different:
+    shape = network.shape
+    if network.value_head:
+        del shape["untied_embeddings"]  # it has no output layer
+    if different := identity_differences(state.get("model", {}), shape, "template"):
         raise UsageError(
             f"--hf-checkpoint {template}: is not the model of checkpoint {folder}: "
             f"{', '.join(different)}; give the folder that the run started from"

@@ -31,7 +31,7 @@ from slime_like.checkpoints.folders import (
 )
 from slime_like.checkpoints.manifest import damaged_files, read_manifest, total_bytes
 from slime_like.checkpoints.state import read_trainer_state
-from slime_like.cli.convert_common import DAMAGE, UsageError, exit_status, on_the_cpu
+from slime_like.cli.exit_status import DAMAGE, UsageError, exit_status, on_the_cpu
 
 FROM_STATE = (
     "layout",

@@ -8,19 +8,19 @@ conversion, in a layout of one rank.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from slime_like.conversion.network import Advance
 from slime_like.conversion.to_hf import NetworkSource
 from slime_like.distributed.collectives import from_rank_zero, gather, together
 from slime_like.megatron.checkpoint.fingerprint import bit_sums
-from slime_like.megatron.model.gpt import build_chunks
 from slime_like.megatron.model.policy import head_weight
+from slime_like.megatron.network import Network
 from slime_like.megatron.ops.attention import packed_rows
-from slime_like.weights.parameter_map import named_weights
+from slime_like.weights.parameter_map import global_parameters
 from slime_like.weights.safetensors_reader import WeightFiles
 
 TOKENS = 64  # length of the sequence for comparing logits
@@ -29,26 +29,21 @@ TOKENS = 64  # length of the sequence for comparing logits
 TOLERANCE = 1e-3
 
 
-def compare_bits(
-    source: NetworkSource, folder: str, advance: Callable[[int], None] = lambda size: None
-) -> int:
+def compare_bits(source: NetworkSource, folder: str, advance: Advance = lambda size: None) -> int:
     """Load the folder as a run would, and compare every parameter with the checkpoint's, bit by bit
     in the source's dtype. Collective; parameters are distributed over ranks. Returns their number.
     Raises ValueError naming those that differ."""
-    meta_model = source.meta_model
-    rank = dist.get_rank()
-    world = dist.get_world_size()
-    names = [name for name in source.family if name in meta_model.parameters]
+    names = list(source.network.parameters)
 
     def compare_local() -> list[str]:
         different = []
-        with WeightFiles(folder, predicts=bool(meta_model.gpt.mtp_num_layers)) as files:
-            plan = meta_model.plan_loading(files, folder)
-            for name in names[rank::world]:
+        files, plan = source.network.open_hf(folder)
+        with files:
+            for name in names[dist.get_rank() :: dist.get_world_size()]:
                 saved = source.parameter(name)
-                _without_padding(saved, source, name)
                 loaded = torch.empty_like(saved)
                 plan.fill(name, loaded, files)
+                plan.clear_padding(name, saved)  # a trained one has other values than 0
                 if bit_sums(saved) != bit_sums(loaded):
                     different.append(name)
                 advance(saved.nbytes)
@@ -62,17 +57,6 @@ def compare_bits(
     return len(names)
 
 
-def _without_padding(parameter: Tensor, source: NetworkSource, name: str) -> None:
-    """Zero the vocabulary padding in place, as loading does; trained checkpoints may have other
-    values."""
-    mapping = source.family[name]
-    position = 0
-    for part in mapping.parts(source.sizes, 0, 1, rows=parameter.shape[mapping.dim]):
-        if part.hf is None:
-            parameter.narrow(mapping.dim, position, len(part)).zero_()
-        position += len(part)
-
-
 def compare_logits(source: NetworkSource, folder: str) -> float:
     """The largest difference between the logits (values of a critic) of both models on `TOKENS`
     fixed tokens, divided by their standard deviation; in float32 for any dtype of the weights.
@@ -81,8 +65,10 @@ def compare_logits(source: NetworkSource, folder: str) -> float:
 
     def compare() -> float:
         generator = torch.Generator().manual_seed(1)
-        tokens = torch.randint(0, source.sizes.vocab, (TOKENS,), generator=generator)
-        expected = transformers_logits(folder, tokens, value_head=source.meta_model.value_head)
+        tokens = torch.randint(
+            0, source.network.gpt.vocab_size or 0, (TOKENS,), generator=generator
+        )
+        expected = transformers_logits(folder, tokens, value_head=source.network.value_head)
         deviation = float(expected.std())
         difference = float((megatron_logits(source, tokens) - expected).abs().max())
         if not difference <= TOLERANCE * deviation:
@@ -99,22 +85,17 @@ def compare_logits(source: NetworkSource, folder: str) -> float:
 @torch.no_grad()
 def megatron_logits(source: NetworkSource, tokens: Tensor) -> Tensor:
     """Logits [T, vocabulary] float32 of the sequence `tokens` [T]; values [T, 1] for a critic."""
-    meta_model = source.meta_model
-    (chunk,) = build_chunks(
-        meta_model.chunks[0].config,
-        meta_model.gpt,
-        "local",
-        meta_model.layout,
-        value_head=meta_model.value_head,
-    )
-    chunk = chunk.to(torch.float32).eval()
-    for (_, parameter), name in zip(named_weights(chunk), meta_model.parameters, strict=True):
+    meta = source.network
+    network = Network(meta.config, meta.gpt, "local", meta.layout, value_head=meta.value_head)
+    (chunk,) = network.chunks
+    chunk.eval()
+    for name, parameter in global_parameters([chunk]):
         parameter.copy_(source.parameter(name))
     rows = packed_rows(torch.tensor([0, tokens.numel()], dtype=torch.int32))
     out: Tensor = chunk(
         tokens[None], torch.arange(tokens.numel())[None], None, packed_seq_params=rows
     )[0]
-    return out if meta_model.value_head else (out @ head_weight(chunk).t())[:, : source.sizes.vocab]
+    return out if meta.value_head else (out @ head_weight(chunk).t())[:, : meta.gpt.vocab_size]
 
 
 @torch.no_grad()

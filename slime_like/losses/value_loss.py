@@ -50,8 +50,12 @@ class ValueInputs:
     def __post_init__(self) -> None:
         for name in ("values", "old_values", "returns", "loss_weights"):
             require_shape(name, getattr(self, name), self.loss_mask, "loss_mask")
-        if self.loss_mask.dtype != torch.bool:
-            object.__setattr__(self, "loss_mask", require_mask("loss_mask", self.loss_mask))
+        require_mask("loss_mask", self.loss_mask)
+
+    @property
+    def targets(self) -> Tensor:
+        """Tokens with a target."""
+        return require_mask("loss_mask", self.loss_mask) & ~self.returns.isnan()
 
 
 def value_loss(inputs: ValueInputs, config: ValueLossConfig) -> LossOutput:
@@ -67,7 +71,7 @@ def value_loss(inputs: ValueInputs, config: ValueLossConfig) -> LossOutput:
     """
     token_losses, metrics = token_value_losses(inputs, config)
     weights = upcast(inputs.loss_weights.detach())
-    weights = torch.where(inputs.loss_mask & ~inputs.returns.isnan(), weights, 0.0)
+    weights = torch.where(inputs.targets, weights, 0.0)
     loss = (weights * token_losses).sum()
     return LossOutput(loss, {"value_loss": Metric("sum", loss.detach().clone()), **metrics})
 
@@ -82,7 +86,7 @@ def token_value_losses(
     gradient; value_diff_abs, |V - V_old|, which vanishes in the first optimizer step of a rollout.
     Computed in fp32 (fp64 stays).
     """
-    mask = inputs.loss_mask & ~inputs.returns.isnan()
+    mask = inputs.targets
 
     def masked(x: Tensor) -> Tensor:
         """Masked before any product, because NaN * 0 is NaN."""

@@ -47,10 +47,9 @@ from slime_like.megatron.reshard import copy_same_layout
 from slime_like.megatron.trained_network import TrainedNetwork
 from slime_like.types import StepResult, TrainBatch, TrainSample
 from slime_like.weights.gather import WeightStream
-from slime_like.weights.hf_save import save_hf
 from slime_like.weights.quantized import QuantizedWeight
 from slime_like.weights.safetensors_reader import stored_format, weights_digest
-from slime_like.weights.untrained import repeated_tensors, untrained_prefixes, untrained_weights
+from slime_like.weights.untrained import untrained_prefixes
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,22 +323,9 @@ class MegatronBackend:
         return folder
 
     def save_hf(self, folder: str) -> str:
-        """Write the policy as a Hugging Face model, with the tokenizer and untrained weights of
-        --hf-checkpoint; a reward model as a sequence classifier."""
-        source = self._hf_checkpoint
-        hf = self.hf
-        assert source is not None and hf is not None
-        if self.policy.value_head:
-            save_hf(folder, self.export_weights(), source)
-        else:
-            mtp_layers = self.gpt.mtp_num_layers
-            save_hf(
-                folder,
-                self.export_weights(),
-                source,
-                extra=untrained_weights(hf, source, mtp_layers),
-                duplicates=repeated_tensors(hf, mtp_layers),
-            )
+        """Write the policy as a Hugging Face model; see `Network.save_hf`."""
+        assert self._hf_checkpoint is not None and self.hf is not None
+        self.policy.save_hf(folder, self.hf, self._hf_checkpoint, self._bucket_bytes)
         return folder
 
     @property

@@ -44,7 +44,9 @@ from slime_like.weights.export_plan import DEFAULT_BUCKET_BYTES
 from slime_like.weights.gather import WeightStream
 from slime_like.weights.hf_export import HfExport
 from slime_like.weights.hf_import import load_hf_weights
+from slime_like.weights.hf_save import save_hf
 from slime_like.weights.quantized import QuantizedWeight
+from slime_like.weights.untrained import repeated_tensors, untrained_weights
 
 if TYPE_CHECKING:
     from megatron.core.transformer.module import MegatronModule
@@ -158,6 +160,25 @@ class Network:
                 bucket_bytes=bucket_bytes,
             )
         return self._exports[settings]
+
+    def save_hf(
+        self,
+        folder: str,
+        hf: HfModel,
+        source: str,
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        quantized: Mapping[str, QuantizedWeight] | None = None,
+    ) -> None:
+        """Write the network as a Hugging Face model, with the tokenizer and untrained weights of
+        the folder `source`; one with a value head as a sequence classifier. See `export_hf`."""
+        self.finish_updates()
+        weights = self.export_hf(hf, None, bucket_bytes, quantized)
+        if self.value_head:
+            save_hf(folder, weights, source)
+            return
+        layers = self.gpt.mtp_num_layers
+        untrained = untrained_weights(hf, source, layers, quantized=bool(quantized))
+        save_hf(folder, weights, source, extra=untrained, duplicates=repeated_tensors(hf, layers))
 
     @with_layout_active
     def forward(

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from arguments.megatron_configs import MegatronConfigs
 from arguments.schema import GPTModelConfig
-from slime_like.conversion.meta_model import OnMeta
 from slime_like.megatron.frozen_parameters import FrozenParameters
 from slime_like.megatron.model.gpt import build_chunks, to_model_precision, wrap_for_training
+from slime_like.megatron.model.meta import OnMeta
 from slime_like.megatron.muon import has_muon
 from slime_like.megatron.parallel_layout import ParallelLayout
 

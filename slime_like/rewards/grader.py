@@ -400,7 +400,7 @@ def _replace(sample: Sample, **changes: object) -> Sample:
     new: Any = _MutableSample(*_field_values(sample))
     for name, value in changes.items():
         setattr(new, name, value)
-    new.__class__ = Sample
+    new.__class__ = Sample  # the same fields, frozen from here on
     return cast("Sample", new)
 
 

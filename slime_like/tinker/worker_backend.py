@@ -39,10 +39,8 @@ from slime_like.tinker.model_pool import HostedModel, ModelPool
 from slime_like.tinker.objectives import PolicySum, ValueSum
 from slime_like.tinker.sampler import PromptSamples, SampleCommand, SnapshotSampler
 from slime_like.types import TrainSample
-from slime_like.weights.hf_save import save_hf
 from slime_like.weights.quantized import QuantizedWeight
 from slime_like.weights.safetensors_reader import stored_format
-from slime_like.weights.untrained import untrained_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -278,13 +276,7 @@ class ModelHost:
         """Export all weights as a Hugging Face model, with an adapter merged."""
         network = self._finite_network(model)
         Path(folder).parent.mkdir(parents=True, exist_ok=True)
-        untrained = untrained_weights(self.hf, self.base, quantized=bool(self._quantized))
-        save_hf(
-            folder,
-            network.export_hf(self.hf, quantized=self._quantized),
-            self.base,
-            extra=untrained,
-        )
+        network.save_hf(folder, self.hf, self.base, quantized=self._quantized)
 
     @cached_property
     def _quantized(self) -> Mapping[str, QuantizedWeight]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain
 
 import torch
@@ -21,10 +21,10 @@ class TensorPlan:
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    nbytes: int = field(init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "nbytes", math.prod(self.shape) * self.dtype.itemsize)
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
     @classmethod
     def of(cls, name: str, tensor: Tensor) -> TensorPlan:
@@ -71,13 +71,14 @@ class BucketPlan:
     place: Place
     sender: int  # global rank that assembles it
     parameters: tuple[Parameter, ...]
-    tensors: tuple[TensorPlan, ...] = field(init=False, repr=False, compare=False)
-    nbytes: int = field(init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
-        tensors = tuple(chain.from_iterable(parameter.outputs for parameter in self.parameters))
-        object.__setattr__(self, "tensors", tensors)
-        object.__setattr__(self, "nbytes", sum(tensor.nbytes for tensor in tensors))
+    @property
+    def tensors(self) -> tuple[TensorPlan, ...]:
+        return tuple(chain.from_iterable(parameter.outputs for parameter in self.parameters))
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
 
 
 def plan_buckets(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Mapping as MappingOf
 from dataclasses import dataclass
 from itertools import chain
@@ -42,6 +42,8 @@ class HfExport:
     """Exports a network any number of times; the metadata exchange between ranks happens once.
 
     The constructor and the iteration of `stream` are collectives over all ranks.
+
+    parameters: those that hold separate tensors, in the order of the network.
 
     Args:
         value_head: The network is a critic.
@@ -86,12 +88,10 @@ class HfExport:
         self._local = self._local_parameters()
         experts = self._sizes.experts // layout.ep_size
         owners = _owners(self._local, layout)
-        self._plan = plan_buckets(
-            _parameters(self._family, self._sizes, owners, dtype, self._quantized, experts),
-            find_senders(layout),
-            experts,
-            bucket_bytes,
+        self.parameters = _parameters(
+            self._family, self._sizes, owners, dtype, self._quantized, experts
         )
+        self._plan = plan_buckets(self.parameters, find_senders(layout), experts, bucket_bytes)
 
     def stream(self, deltas: MappingOf[str, Callable[[], Tensor]] | None = None) -> WeightStream:
         """Every Hugging Face tensor, in buckets of at most `bucket_bytes`, or of one larger
@@ -121,23 +121,60 @@ class HfExport:
         device = next(iter(local.values())).device
         return WeightStream(self._plan, self._layout, device, shard, self._assemble)
 
+    def full_tensors(
+        self, parameter: Parameter, read: Callable[[str], Tensor]
+    ) -> dict[str, Tensor]:
+        """The outputs of a parameter in a layout of one rank.
+
+        Args:
+            read: Returns a parameter by its canonical name. Experts that are stored as one tensor
+                are read one after the other.
+        """
+        names = [parameter.name]
+        if parameter.stacked:
+            names = [expert_name(parameter.name, expert) for expert in range(self._sizes.experts)]
+        outputs = {
+            plan.name: torch.empty(plan.shape, dtype=plan.dtype) for plan in parameter.outputs
+        }
+        self._merge(parameter, ((name, [read(name)]) for name in names), outputs)
+        return outputs
+
     def _assemble(
         self, parameter: Parameter, shards: Sequence[Tensor], outputs: MappingOf[str, Tensor]
     ) -> None:
-        mapping = self._family[parameter.name]
-        if not self._quantized or self._quantized.keys().isdisjoint(mapping.hf_shapes(self._sizes)):
-            parts: dict[str, Sequence[Tensor]] = {parameter.name: shards}
-            if parameter.stacked:
-                experts = enumerate(chain.from_iterable(shards))
-                parts = {expert_name(parameter.name, e): [tensor] for e, tensor in experts}
-            for name, tensors in parts.items():
-                if name not in self._copies:
-                    self._copies[name] = row_copies(self._family[name], tensors, self._sizes)
-                copy_rows(self._copies[name], tensors, outputs)
-            return
-        full = gather_full_tensors(mapping, shards, self._sizes)
-        for name, tensor in encode_tensors(full, self._quantized).items():
-            outputs[name].copy_(tensor)
+        parts = [(parameter.name, shards)]
+        if parameter.stacked:
+            experts = enumerate(chain.from_iterable(shards))
+            parts = [(expert_name(parameter.name, e), [tensor]) for e, tensor in experts]
+        self._merge(parameter, parts, outputs)
+
+    def _merge(
+        self,
+        parameter: Parameter,
+        parts: Iterable[tuple[str, Sequence[Tensor]]],
+        outputs: MappingOf[str, Tensor],
+    ) -> None:
+        """Write a parameter's outputs.
+
+        Args:
+            parts: Its name, or those of all experts that are stored as one tensor, with the shards
+                of all tensor-parallel ranks.
+        """
+        shapes = self._family[parameter.name].hf_shapes(self._sizes)
+        full = outputs
+        if not self._quantized.keys().isdisjoint(shapes):
+            device = next(iter(outputs.values())).device
+            full = {
+                name: torch.empty(shape, dtype=parameter.dtype, device=device)
+                for name, shape in shapes.items()
+            }
+        for name, shards in parts:
+            if name not in self._copies:
+                self._copies[name] = row_copies(self._family[name], shards, self._sizes)
+            copy_rows(self._copies[name], shards, full)
+        if full is not outputs:
+            for name, tensor in encode_tensors(full, self._quantized).items():
+                outputs[name].copy_(tensor)
 
     def _local_parameters(self) -> dict[str, Tensor]:
         """This rank's parameters, by canonical name."""
@@ -204,23 +241,6 @@ def _parameters(
         parameters.append(parameter)
         exported.update(shapes)  # `|=` with keys copies the set
     return parameters
-
-
-def gather_full_tensors(
-    mapping: Mapping, shards: Sequence[Tensor], sizes: Sizes
-) -> dict[str, Tensor]:
-    """Merge the shards of all tensor-parallel ranks into the Hugging Face tensors of one
-    parameter."""
-    full = {name: shards[0].new_empty(shape) for name, shape in mapping.hf_shapes(sizes).items()}
-    merge_shards(mapping, shards, sizes, full)
-    return full
-
-
-def merge_shards(
-    mapping: Mapping, shards: Sequence[Tensor], sizes: Sizes, full: MappingOf[str, Tensor]
-) -> None:
-    """Like `gather_full_tensors`, into existing tensors."""
-    copy_rows(row_copies(mapping, shards, sizes), shards, full)
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,6 +91,14 @@ class LoadPlan:
         else:
             _fill(shard, self.family[name].dim, self.parts[name], files)
 
+    def clear_padding(self, name: str, shard: Tensor) -> None:
+        """Zero the vocabulary padding of a shard, as `fill` does."""
+        position = 0
+        for part in self.parts[name]:
+            if part.hf is None:
+                shard.narrow(self.family[name].dim, position, len(part)).zero_()
+            position += len(part)
+
 
 def plan_loading(
     local: MappingOf[str, Tensor],

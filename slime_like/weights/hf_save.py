@@ -167,6 +167,22 @@ def _finish(temporary: Path, folder: Path, source: Path, parts: Sequence[SavedPa
     ]
     for shard, part in zip(shards, parts, strict=True):
         (temporary / part.file_name).rename(temporary / shard.file_name)
+    complete_folder(temporary, folder, source, shards)
+
+
+def complete_folder(
+    temporary: Path,
+    folder: Path,
+    source: Path,
+    shards: Sequence[ShardPlan],
+    *,
+    value_task: str = "ForSequenceClassification",
+) -> None:
+    """Complete a folder that has the files `shards`; see `finish_folder`.
+
+    Args:
+        value_task: Class name suffix in transformers of a model with a scalar head.
+    """
     write_index(temporary, shards)
     names = {tensor.name for tensor in chain.from_iterable(shard.tensors for shard in shards)}
     finish_folder(
@@ -174,7 +190,7 @@ def _finish(temporary: Path, folder: Path, source: Path, parts: Sequence[SavedPa
         folder,
         source,
         dtype=None if is_quantized(shards) else main_dtype(shards),
-        value_task="ForSequenceClassification" if SCORE in names else None,
+        value_task=value_task if SCORE in names else None,
         untied_head=LM_HEAD in names,
     )
 

@@ -1,5 +1,4 @@
-"""Write safetensors files of planned content one tensor at a time; complete files of an interrupted
-attempt are reused."""
+"""Write safetensors files of planned content one tensor at a time."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
@@ -17,12 +16,10 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from slime_like.checkpoints.files import FileRecord, hash_file, hashed_file, replace_file
+from slime_like.checkpoints.files import hashed_file, mark_complete, replace_file
 from slime_like.weights.buckets import as_bytes
 from slime_like.weights.export_plan import TensorPlan
 from slime_like.weights.safetensors_reader import DTYPE_NAMES, INDEX, TORCH_DTYPES, file_names
-
-NOTE = ".done.json"
 
 
 def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
@@ -99,7 +96,7 @@ def write_shard(
     tensors: Iterator[tuple[str, Tensor]],
     identity: str,
     advance: Callable[[int], None],
-) -> FileRecord:
+) -> None:
     """Write the file under a temporary name, sync, rename it, and write a marker that it is
     complete. `tensors` yields the plan's tensors in order."""
     part = folder / (plan.file_name + ".part")
@@ -112,21 +109,7 @@ def write_shard(
             advance(planned.nbytes)
     record = file.record()
     os.replace(part, folder / plan.file_name)
-    replace_file(
-        folder / (plan.file_name + NOTE), json.dumps({"identity": identity, **asdict(record)})
-    )
-    return record
-
-
-def kept_shard(folder: Path, plan: ShardPlan, identity: str) -> FileRecord | None:
-    """The file, if it is complete and was written with the same `identity`."""
-    try:
-        note = json.loads((folder / (plan.file_name + NOTE)).read_text())
-        record = FileRecord(note["size"], note["sha256"])
-        valid = note["identity"] == identity and hash_file(folder / plan.file_name) == record
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return record if valid else None
+    mark_complete(folder / plan.file_name, record, identity)
 
 
 def header(tensors: Sequence[TensorPlan]) -> bytes:

@@ -13,7 +13,7 @@ from arguments.hf.model import read_hf_model
 megatron_patches.apply()
 
 from slime_like.checkpoints.folders import checkpoint_folder  # noqa: E402
-from slime_like.conversion.meta_model import build_meta_model, conversion_layout  # noqa: E402
+from slime_like.conversion.network import MetaNetwork, conversion_layout  # noqa: E402
 from slime_like.conversion.to_hf import NetworkSource, convert_to_hf  # noqa: E402
 from slime_like.conversion.to_megatron import convert_to_megatron  # noqa: E402
 from slime_like.conversion.verify import compare_bits  # noqa: E402
@@ -43,10 +43,8 @@ def round_trips(rank: int, world_size: int, arguments: dict[str, Any]) -> list[s
                 expert=layout.ep_size,
                 expert_tensor=layout.etp_size,
             )
-            meta_model = build_meta_model(hf, settings, layout, torch.float32, value_head=critic)
-            convert_to_megatron(
-                meta_model, folder, root, network=network, workers=2, file_bytes=30_000
-            )
+            converted = MetaNetwork(hf, settings, layout, value_head=critic)
+            convert_to_megatron(converted, folder, root, workers=2, file_bytes=30_000)
         checkpoint = checkpoint_folder(root, 0)
         with parallel(*loaded) as layout:
             chunks, _, gpt = build(folder, layout, value_head=critic)
@@ -62,10 +60,8 @@ def round_trips(rank: int, world_size: int, arguments: dict[str, Any]) -> list[s
             assert exported.keys() == read.keys(), case
             assert all(torch.equal(exported[name], read[name]) for name in read), case
         with parallel() as layout:
-            meta_model = build_meta_model(
-                hf, conversion_layout(hf), layout, torch.float32, value_head=critic
-            )
-            source = NetworkSource(meta_model, checkpoint / network, folder, None)
+            alone = MetaNetwork(hf, conversion_layout(hf), layout, value_head=critic)
+            source = NetworkSource(alone, checkpoint / network, folder)
             convert_to_hf(source, folder, output, checkpoint=checkpoint, max_shard_bytes=40_000)
             assert compare_bits(source, output) > 0
         back = stored_weights(output)

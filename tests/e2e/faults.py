@@ -233,12 +233,12 @@ def kill_in_shard(rank: int, number: str) -> None:
 def exchange_gate_and_up(rank: int, layer: str) -> None:
     """A map that is wrong while the files are written, and right afterwards: the gate and the up
     projection of one expert change places."""
-    from slime_like.conversion import to_hf
+    from slime_like.weights.hf_export import HfExport
 
-    full_run = to_hf.gather_full_tensors
+    full_tensors = HfExport.full_tensors
 
-    def exchanged(mapping: Any, shards: Any, sizes: Any) -> Any:
-        made = full_run(mapping, shards, sizes)
+    def exchanged(self: HfExport, parameter: Any, read: Any) -> Any:
+        made = full_tensors(self, parameter, read)
         names = [
             name
             for name in made
@@ -248,7 +248,7 @@ def exchange_gate_and_up(rank: int, layer: str) -> None:
         ]
         return made | dict(zip(names, [made[name] for name in reversed(names)], strict=True))
 
-    to_hf.gather_full_tensors = exchanged
+    HfExport.full_tensors = exchanged  # type: ignore[method-assign]
 
 
 def in_phase(phase: str, time: int, action: Callable[[], None]) -> None:

@@ -48,7 +48,7 @@ from slime_like.checkpoints.manifest import (
     write_manifest,
 )
 from slime_like.checkpoints.state import TRAINER_FILE, read_trainer_state
-from slime_like.cli.convert_common import UsageError
+from slime_like.cli.exit_status import UsageError
 from slime_like.cli.inspect_checkpoint import look
 from slime_like.weights.safetensors_reader import INDEX, WeightFiles, weights_digest
 

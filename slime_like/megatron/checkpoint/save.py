@@ -167,7 +167,9 @@ class CheckpointSaver:
         }
         self._check_space(step, gather(sum(plan.estimated_bytes() for plan in plans.values())))
         layouts = layouts_of(networks)
-        state = {**state, "step": step, **_description(networks, layouts, with_rng=with_rng)}
+        fingerprints = {name: fingerprint(network) for name, network in networks.items()}
+        description = describe_networks(networks, layouts, fingerprints, with_rng=with_rng)
+        state = {**state, "step": step, **description}
         random = {
             random_state_file(dist.get_rank(), owner): random_states(layout)
             for owner, layout in layouts.items()
@@ -233,25 +235,12 @@ class CheckpointSaver:
         for rank, (error, _) in enumerate(parts):
             if error is not None:
                 raise OSError(f"rank {rank}: {error}")
-        folder = writing_folder(self.root, pending.step)
-        records: dict[str, FileRecord] = {}
-        for _, written in parts:
-            records |= written.records
-        for name, plan in pending.plans.items():
-            assert plan.metadata is not None, "rank 0 coordinates"
-            files = write_network_metadata(
-                folder / name, plan.metadata, [written.results[name] for _, written in parts]
-            )
-            records |= {f"{name}/{file}": record for file, record in files.items()}
-        records[TRAINER_FILE] = write_file(
-            folder / TRAINER_FILE, json.dumps(pending.state, indent=1, allow_nan=False)
+        return complete_checkpoint(
+            writing_folder(self.root, pending.step),
+            pending.plans,
+            [written for _, written in parts],
+            pending.state,
         )
-        for inner in (path for path in folder.iterdir() if path.is_dir()):
-            sync_path(inner)
-        identity = {name: pending.state.get(name, {}) for name in IDENTITY}
-        write_manifest(folder, records, identity)
-        sync_path(folder)
-        return records
 
     def _remove_old(self, newest: int) -> tuple[tuple[int, ...], tuple[str, ...], int]:
         """Remove old checkpoints after `newest` is published, on rank 0. Returns (removed steps,
@@ -292,18 +281,55 @@ class CheckpointSaver:
             ) from error
 
 
-def _description(
+def complete_checkpoint(
+    folder: Path,
+    plans: Mapping[str, NetworkPlan],
+    parts: Sequence[Written],
+    state: Mapping[str, object],
+) -> dict[str, FileRecord]:
+    """Write the files that belong to no single rank, the manifest last; on rank 0, after all ranks
+    have written. Returns the records of all files.
+
+    Args:
+        folder: From `writing_folder`.
+        plans: This rank's plan of each network.
+        parts: What the ranks have written.
+        state: Trainer state, plain JSON.
+    """
+    records: dict[str, FileRecord] = {}
+    for written in parts:
+        records |= written.records
+    for name, plan in plans.items():
+        assert plan.metadata is not None, "rank 0 coordinates"
+        results = [written.results[name] for written in parts]
+        files = write_network_metadata(folder / name, plan.metadata, results)
+        records |= {f"{name}/{file}": record for file, record in files.items()}
+    text = json.dumps(state, indent=1, allow_nan=False)
+    records[TRAINER_FILE] = write_file(folder / TRAINER_FILE, text)
+    for inner in (path for path in folder.iterdir() if path.is_dir()):
+        sync_path(inner)
+    write_manifest(folder, records, {name: state.get(name, {}) for name in IDENTITY})
+    sync_path(folder)
+    return records
+
+
+def describe_networks(
     networks: Mapping[str, SavedNetwork],
     layouts: Mapping[str, ParallelLayout],
+    fingerprints: Mapping[str, Mapping[str, str]],
     *,
     with_rng: bool,
 ) -> dict[str, object]:
-    """Description of a checkpoint's networks for trainer.json, plain JSON. Collective."""
+    """Description of a checkpoint's networks for trainer.json, plain JSON. Collective.
+
+    Args:
+        fingerprints: Of this rank's part of each network.
+    """
     described = {owner: layout.describe() for owner, layout in layouts.items()}
     return {
         "world_size": dist.get_world_size(),
         "has_rng": with_rng,
-        "fingerprints": gather({name: fingerprint(network) for name, network in networks.items()}),
+        "fingerprints": gather(fingerprints),
         "layout": next(iter(described.values())),
         "random_states": described if with_rng else {},
         "networks": {
@@ -324,11 +350,12 @@ def _make_folders(folder: Path, networks: Mapping[str, SavedNetwork]) -> None:
         (folder / name).mkdir(parents=True)
 
 
-def check_space(root: Path, needed: int, remedy: str) -> int:
+def check_space(root: Path, needed: int, remedy: str, what: str = "it") -> int:
     """Free bytes of the disk. Raises OSError if they are fewer than `needed`."""
     if (free := free_bytes(root)) < needed:
         raise OSError(
-            f"it needs {needed / 1e9:.3f} GB and the disk has {free / 1e9:.3f} GB free; {remedy}"
+            f"{what} needs {needed / 1e9:.3f} GB and the disk has {free / 1e9:.3f} GB free; "
+            f"{remedy}"
         )
     return free
 

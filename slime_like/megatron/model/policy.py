@@ -106,6 +106,8 @@ def as_policy(model: GPTModel) -> PolicyModel:
     """Change the model's class to a subclass that is also a `PolicyModel`."""
     kind = type(model)
     policy = PolicyModel if kind is GPTModel else type(kind.__name__, (PolicyModel, kind), {})
+    # the user's function has built the model: its constructor cannot be called again, and a copy
+    # of its state would miss attributes and hooks that it refers to itself
     model.__class__ = policy
     assert isinstance(model, PolicyModel)
     model.end_at_hidden_states()

@@ -24,7 +24,7 @@ from arguments.megatron import merge_network  # noqa: E402
 from arguments.megatron_configs import build_megatron_configs  # noqa: E402
 from arguments.rules.network import ShardedNetwork, layout_problems  # noqa: E402
 from arguments.schema import GPTModelConfig, ModelConfig  # noqa: E402
-from slime_like.conversion.meta_model import NO_ACCELERATOR, conversion_layout  # noqa: E402
+from slime_like.conversion.network import NO_ACCELERATOR, conversion_layout  # noqa: E402
 from slime_like.weights.families import model_families  # noqa: E402
 from slime_like.weights.hf_import import _fill  # noqa: E402
 from slime_like.weights.parameter_map import (  # noqa: E402
