@@ -45,18 +45,17 @@ def conversion_parser(
     result = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    flag = result.add_argument
-    flag("--hf-checkpoint", required=True, help=model)
-    flag("--dtype", choices=DTYPES, help=f"of the weights; default: {dtype}")
+    result.add_argument("--hf-checkpoint", required=True, help=model)
+    result.add_argument("--dtype", choices=DTYPES, help=f"of the weights; default: {dtype}")
     networks = ("policy", "critic")
-    flag("--network", choices=networks, default="policy", help=f"critic: {critic}")
-    flag(
+    result.add_argument("--network", choices=networks, default="policy", help=f"critic: {critic}")
+    result.add_argument(
         "--workers",
         type=int,
         default=min(4, os.cpu_count() or 1),
         help="threads per process; each writes a file and holds one parameter",
     )
-    flag(
+    result.add_argument(
         "--verify",
         choices=("checksums", "logits"),
         nargs="+",
@@ -65,7 +64,7 @@ def conversion_parser(
         "transformers' model and of megatron-core's on fixed tokens, in float32, where rank 0 "
         "needs memory for the full model",
     )
-    flag("--no-progress", action="store_true")
+    result.add_argument("--no-progress", action="store_true")
     return result
 
 

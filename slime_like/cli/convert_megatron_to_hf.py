@@ -47,21 +47,22 @@ def parser() -> argparse.ArgumentParser:
         dtype="as in the checkpoint",
         critic="saved as a token classification model",
     )
-    flag = result.add_argument
-    flag("--load", required=True, help="folder of checkpoints (--save of a run)")
-    flag("--ckpt-step", type=int, help="step to convert; default: the newest")
-    flag(
+    result.add_argument("--load", required=True, help="folder of checkpoints (--save of a run)")
+    result.add_argument("--ckpt-step", type=int, help="step to convert; default: the newest")
+    result.add_argument(
         "--output",
         required=True,
         help="folder for the Hugging Face model; an existing one is replaced at the end",
     )
-    flag(
+    result.add_argument(
         "--quantized",
         action="store_true",
         help="quantise like --hf-checkpoint; default: the output is not quantised",
     )
-    flag("--max-shard-size", default="5GB", help="maximum file size, such as 5GB, 500MB or 2GiB")
-    flag(
+    result.add_argument(
+        "--max-shard-size", default="5GB", help="maximum file size, such as 5GB, 500MB or 2GiB"
+    )
+    result.add_argument(
         "--no-verify-checkpoint",
         action="store_true",
         help="do not verify the checkpoint's manifest first",

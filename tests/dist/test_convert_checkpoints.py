@@ -9,11 +9,23 @@ from typing import Any
 import pytest
 import torch
 
+import megatron_patches
 from arguments.hf.model import read_hf_model
 from benchmarks.parity.ranks import run_ranks
 from scripts.make_tiny_model import make_tiny_model
+from slime_like.checkpoints.folders import writing_folder
+from slime_like.checkpoints.manifest import MANIFEST, read_manifest
+from slime_like.errors import RunError
 from slime_like.weights.families import model_families
 from tests.dist.test_convert import SIZES
+
+megatron_patches.apply()
+
+from slime_like.conversion.network import Converted, MetaNetwork, conversion_layout  # noqa: E402
+from slime_like.conversion.to_hf import NetworkSource  # noqa: E402
+from slime_like.conversion.to_megatron import convert_to_megatron  # noqa: E402
+from slime_like.conversion.verify import compare_bits  # noqa: E402
+from slime_like.megatron.parallel_layout import ParallelLayout  # noqa: E402
 
 # tensor, pipeline, virtual, expert, expert-tensor: as written, as loaded
 DENSE = [((2, 1), (1, 2)), ((1, 2), (2, 1))]
@@ -50,3 +62,46 @@ def test_round_trips_from_one_layout_to_another(folders: dict[str, str], tmp_pat
         "tests.dist.convert_checkpoints_worker:round_trips", 2, tmp_path / "run", arguments, 900
     )
     assert all(len(result) == len(cases) for result in results)
+
+
+def test_an_interrupted_conversion_to_megatron_keeps_complete_files(
+    alone: ParallelLayout, tmp_path: Path
+) -> None:
+    """A complete file is kept, one with a flipped byte is written again, and nothing of the first
+    attempt remains that the checkpoint does not name."""
+    model, root = str(tmp_path / "model"), str(tmp_path / "ck")
+    make_tiny_model("Qwen3MoeForCausalLM", Path(model))
+    hf = read_hf_model(model)
+    network = MetaNetwork(hf, conversion_layout(hf), alone)
+    written = []
+
+    def fail_late(size: int) -> None:
+        written.append(size)
+        if sum(written) > network.nbytes // 2:
+            raise OSError(28, "No space left on device")
+
+    def convert(**more: Any) -> Converted:
+        return convert_to_megatron(network, model, root, workers=1, file_bytes=20_000, **more)
+
+    with pytest.raises(RunError, match=r"No space left on device; complete files are kept"):
+        convert(advance=fail_late)
+    folder = writing_folder(root, 0) / "policy"
+    complete = sorted(path.with_suffix("").with_suffix("") for path in folder.glob("*.done.json"))
+    assert len(complete) > 2 and not (folder / ".metadata").exists()
+    content = bytearray(complete[0].read_bytes())
+    content[-1] ^= 1
+    complete[0].write_bytes(content)
+    stamps = {path.name: path.stat().st_mtime_ns for path in complete[1:]}
+    written.clear()
+    done = convert(advance=written.append)
+    assert (done.kept, sum(written)) == (len(complete) - 1, network.nbytes)
+    for name, stamp in stamps.items():
+        assert (done.folder / "policy" / name).stat().st_mtime_ns == stamp
+    names = {
+        str(path.relative_to(done.folder)) for path in done.folder.rglob("*") if path.is_file()
+    }
+    assert names == {*read_manifest(done.folder), MANIFEST}
+    again = NetworkSource(
+        MetaNetwork(hf, conversion_layout(hf), alone), done.folder / "policy", model
+    )
+    assert compare_bits(again, model) == len(network.parameters)
