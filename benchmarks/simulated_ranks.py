@@ -146,17 +146,15 @@ class _Work:
 
 class SimulatedGroup(dist.ProcessGroup):
     """One rank's process group. It implements the collectives that weight and sample exchange use;
-    torch raises for others.
-
-    traffic: by collective, counted as by `LiveBytes` in real processes. sent, received: bytes that
-    this rank sends to and receives from others; a broadcast counts once for any number of
-    receivers.
-    """
+    torch raises for others."""
 
     def __init__(self, world: SimulatedWorld, name: str, ranks: Sequence[int], rank: int) -> None:
         super().__init__(ranks.index(rank), len(ranks))  # type: ignore[call-arg]
         self.ranks = tuple(ranks)
+        # by collective, counted as by `LiveBytes` in real processes
         self.traffic: dict[str, MemoryTraffic] = {}
+        # bytes that this rank sends to and receives from others; a broadcast counts once for any
+        # number of receivers
         self.sent = self.received = 0
         self.label = name
         self._world = world

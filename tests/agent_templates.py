@@ -19,17 +19,17 @@ HERMES_CALLS = (
 
 @dataclass(frozen=True)
 class Family:
-    """template: Jinja. ends: what the model writes at the end of an answer. call: how it writes a
-    call, given name and JSON of the arguments; several follow each other, or are a list in `wrap`.
-    thinks: whether the template drops thoughts of earlier answers."""
+    """A chat template, and how its model writes answers."""
 
-    template: str
-    ends: str
+    template: str  # Jinja
+    ends: str  # what the model writes at the end of an answer
+    # how it writes a call, given name and JSON of the arguments; several follow each other, or are
+    # a list in `wrap`
     call: str
     wrap: str = "{}"
     between: str = ""
     format: str = "hermes"
-    thinks: bool = False
+    thinks: bool = False  # whether the template drops thoughts of earlier answers
     parallel: bool = True
 
 

@@ -13,14 +13,13 @@ from slime_like.advantages import EpisodeTurns, Outcomes
 
 @dataclass(frozen=True)
 class Episode:
-    """An episode whose answers have tokens with penalties and values. parents, rewards: as of
-    `EpisodeTurns`. outcome: includes the rewards of the answers."""
+    """An episode whose answers have tokens with penalties and values."""
 
-    parents: list[int]
-    rewards: list[float]
+    parents: list[int]  # as of `EpisodeTurns`
+    rewards: list[float]  # as of `EpisodeTurns`
     penalties: list[list[float]]
     values: list[list[float]]
-    outcome: float
+    outcome: float  # includes the rewards of the answers
 
 
 def random_episode(generator: torch.Generator, answers: int, *, empty: bool = False) -> Episode:
@@ -109,7 +108,7 @@ def cuts(episode: Episode, generator: torch.Generator) -> dict[str, Cut]:
 
 @dataclass(frozen=True)
 class Laid:
-    """The arguments of `estimate_advantages`; answers: of each sequence."""
+    """The arguments of `estimate_advantages`;"""
 
     outcomes: Outcomes
     local_indices: list[int]
@@ -117,7 +116,7 @@ class Laid:
     masks: list[torch.Tensor]
     penalties: list[torch.Tensor]
     values: list[torch.Tensor]
-    answers: list[Sequence[int]]
+    answers: list[Sequence[int]]  # of each sequence
 
 
 def laid(episodes: Sequence[Episode], cut: Sequence[Cut]) -> Laid:

@@ -134,34 +134,33 @@ class Server(ThreadingHTTPServer):
 
 
 class FakeServer:
-    """pace_s: seconds that each token of a rollout's /generate call takes, known by its body; an
-    abort then gives what there is, one token at least. seen: (path, body) of every POST, in order.
-    faults: of the next /generate calls of rollouts, one each; None: a right answer. hung: no call
-    is answered, not even probes. spoil: applied to weights that are loaded. workers: addresses that
-    it names as a router would. info: the answer of /server_info. tokenizer: of texts; without one they
-    are refused."""
+    """A server with the HTTP API of SGLang, and a local engine behind it."""
 
     def __init__(self, model: str, port: int = 0, host: str = "127.0.0.1") -> None:
         self.model = model
         self.engine = LocalEngine(model, None)
+        # of the next /generate calls of rollouts, one each; None: a right answer
         self.faults: list[Fault | None] = []
-        self.probe_faults: list[
-            Fault | None
-        ] = []  # of requests that ask whether the weights are right
-        self.seen: list[tuple[str, Any]] = []
+        # of requests that ask whether the weights are right
+        self.probe_faults: list[Fault | None] = []
+        self.seen: list[tuple[str, Any]] = []  # (path, body) of every POST, in order
         self.refused: dict[str, tuple[int, str]] = {}  # path -> status and text
         self.garbage: dict[str, bytes] = {}  # path -> what comes back with status 200
-        self.hung = False
+        self.hung = False  # no call is answered, not even probes
+        # the answer of /server_info
         self.info: dict[str, Any] = {
             "tp_size": 1,
             "pp_size": 1,
             "enable_deterministic_inference": True,
         }
+        # applied to weights that are loaded
         self.spoil: Callable[[dict[str, Any]], None] = lambda weights: None
+        # by its body, seconds that each token of a rollout's /generate call takes; an abort then
+        # gives what there is, one token at least
         self.pace_s: Callable[[Any], float] = lambda body: 0.0
-        self.workers: list[str] = []
+        self.workers: list[str] = []  # addresses that it names as a router would
         self._slow: dict[str, threading.Event] = {}  # set by an abort
-        self.tokenizer: Any = None
+        self.tokenizer: Any = None  # of texts; without one they are refused
         self.version = "default"
         self._coded: Mapping[str, QuantizedWeight] = {}
         if "quantization_config" in (Path(model) / "config.json").read_text():
@@ -481,8 +480,12 @@ def engine_of(
     keep_copy: bool = True,
     delta: Mapping[str, Any] | None = None,
 ) -> Iterator[SglangEngine]:
-    """An engine that asks `servers`; synced: they have the model's weights, as version 1. delta:
-    they get changes of weights; settings of these."""
+    """An engine that asks `servers`;
+
+    Args:
+        synced: They have the model's weights, as version 1.
+        delta: They get changes of weights; settings of these.
+    """
     health = HealthSettings(interval_s=0.05, timeout_s=probe_timeout_s, start_s=10, failed_probes=2)
     pool = ServerPool(
         [s.url for s in servers],

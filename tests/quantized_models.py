@@ -29,8 +29,11 @@ def e4m3(byte: int) -> float:
 def fp8_weight(
     shape: tuple[int, int], block: tuple[int, int], draw: random.Random, scales_as: str = "grid"
 ) -> tuple[Stored, Tensor]:
-    """block: 0 for all rows or columns. scales_as: grid [rows, columns] of scales, flat [rows], or
-    scalar []."""
+    """
+    Args:
+        block: 0 for all rows or columns.
+        scales_as: Grid [rows, columns] of scales, flat [rows], or scalar [].
+    """
     (rows, columns), (high, wide) = shape, [b or n for b, n in zip(block, shape, strict=True)]
     codes = [[draw.choice(LEGAL_BYTES) for _ in range(columns)] for _ in range(rows)]
     grid = torch.tensor(

@@ -127,10 +127,11 @@ def in_float64(chunks: list[Any]) -> list[Any]:
 
 @dataclasses.dataclass(frozen=True)
 class SingleProcess:
-    """What one process computes. logits: [T, vocab] in float64. rounding: how far its float32
-    logits are from them, the size of error that any order of summation may have."""
+    """What one process computes."""
 
-    logits: Tensor
+    logits: Tensor  # [T, vocab] in float64
+    # how far its float32 logits are from them, the size of error that any order of summation may
+    # have
     rounding: float
 
 

@@ -18,14 +18,13 @@ EP2 = "--expert-model-parallel-size 2"
 
 @dataclass
 class FamilyLayouts:
-    """folder: of the models. make: writes a family's model into a folder. flags: of every run of a
-    family. limits: how far a layout may be from one process. timeout_s: of one start."""
+    """Runs of families in layouts of several ranks, compared with those of one."""
 
-    folder: Path
-    make: Callable[[str, Path], object]
-    flags: Callable[[str], str]
-    limits: Mapping[str, float]
-    timeout_s: float
+    folder: Path  # of the models
+    make: Callable[[str, Path], object]  # writes a family's model into a folder
+    flags: Callable[[str], str]  # of every run of a family
+    limits: Mapping[str, float]  # how far a layout may be from one process
+    timeout_s: float  # of one start
     _models: dict[str, str] = field(default_factory=dict)
 
     def check(self, ranks: int, cells: Cells, folder: Path) -> None:

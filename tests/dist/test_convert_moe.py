@@ -136,8 +136,12 @@ def make_models(
     among: dict[str, tuple[str, dict[str, Any]]] | None = None,
     **changes: Any,
 ) -> dict[str, str]:
-    """Tiny models as transformers saves them, with what they answer to some tokens. among: other
-    families than those of this file; changes: to their sizes."""
+    """Tiny models as transformers saves them, with what they answer to some tokens.
+
+    Args:
+        among: Other families than those of this file.
+        changes: To their sizes.
+    """
     import transformers
 
     made = {}

@@ -287,13 +287,11 @@ def check_against_transformers(
 
 @dataclass(frozen=True)
 class Measured:
-    """Differences by tensor, relative to its norm. of_transformers: logits and gradients; of_alone:
-    the logits of packed rows from those of each sequence alone; rounding: transformers' float32
-    from its float64, on this processor."""
+    """Differences by tensor, relative to its norm."""
 
-    of_transformers: dict[str, float]
-    of_alone: dict[str, float]
-    rounding: dict[str, float]
+    of_transformers: dict[str, float]  # logits and gradients
+    of_alone: dict[str, float]  # the logits of packed rows from those of each sequence alone
+    rounding: dict[str, float]  # transformers' float32 from its float64, on this processor
 
 
 def measure(

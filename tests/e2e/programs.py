@@ -49,12 +49,11 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class Done:
-    """A finished run. status: 0, or that of the first rank that failed. out, err: of all ranks
-    together."""
+    """A finished run."""
 
-    status: int
-    out: str
-    err: str
+    status: int  # 0, or that of the first rank that failed
+    out: str  # of all ranks together
+    err: str  # of all ranks together
     seconds: float
 
     def ok(self) -> Done:

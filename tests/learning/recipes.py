@@ -21,19 +21,15 @@ GRPO = "--advantage-estimator grpo --rollout-batch-size 16 --n-samples-per-promp
 
 @dataclass(frozen=True)
 class Recipe:
-    """One way to learn one task.
+    """One way to learn one task."""
 
-    name: in the table and in the test's id. task: a key of `tasks.TASKS`. reward: a function of
-    rewards.py, or exact_match. num_layers: of the model. flags: of train.py, in addition to COMMON and
-    what names the files; {folder} is the run's. start_at_most, end_at_least: the band: mean reward
-    of the first rollout, and of the last LAST ones.
-    """
-
-    name: str
-    task: str
-    reward: str
-    num_layers: int
-    flags: str
+    name: str  # in the table and in the test's id
+    task: str  # a key of `tasks.TASKS`
+    reward: str  # a function of rewards.py, or exact_match
+    num_layers: int  # of the model
+    flags: str  # of train.py, in addition to COMMON and what names the files; {folder} is the run's
+    # start_at_most, end_at_least: the band: mean reward of the first rollout, and of the last LAST
+    # ones
     start_at_most: float
     end_at_least: float
 
@@ -59,13 +55,13 @@ RECIPES = (
 
 @dataclass(frozen=True)
 class Result:
-    """What a run did. first, last: mean reward of the first rollout and of the last LAST. rollouts:
-    how many there were. cpu_s: processor seconds."""
+    """What a run did."""
 
+    # first, last: mean reward of the first rollout and of the last LAST
     first: float
     last: float
-    rollouts: int
-    cpu_s: float
+    rollouts: int  # how many there were
+    cpu_s: float  # processor seconds
 
     def within(self, recipe: Recipe) -> bool:
         return self.first <= recipe.start_at_most and self.last >= recipe.end_at_least

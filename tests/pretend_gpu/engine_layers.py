@@ -95,7 +95,11 @@ def layer_norm(self: Any, x: Tensor) -> Tensor:
 def grouped_linear(
     self: Any, x: Tensor, m_splits: Any, is_first_microbatch: bool | None = None, **more: Any
 ) -> Any:
-    """x: tokens of the first expert, of the second, ...; m_splits: how many each has."""
+    """
+    Args:
+        x: Tokens of the first expert, of the second, ....
+        m_splits: How many each has.
+    """
     counts = m_splits.tolist() if isinstance(m_splits, Tensor) else list(m_splits)
     assert self.tp_size == 1 or self.parallel_mode is None, "the token dispatcher communicates"
     outputs = []

@@ -31,12 +31,11 @@ DEEPSEEK, NEXT, GEMMA, GPT_OSS, DSA = (
 
 @dataclass(frozen=True)
 class Setting:
-    """model: of benchmarks/parity/models.py, or an architecture. flags: of the run. layout: flags
-    that only the pretend GPUs get."""
+    """A run that the pretend GPUs and the CPU both make."""
 
-    model: str
-    flags: str
-    layout: str = ""
+    model: str  # of benchmarks/parity/models.py, or an architecture
+    flags: str  # of the run
+    layout: str = ""  # flags that only the pretend GPUs get
 
     @property
     def precision(self) -> str:
@@ -111,9 +110,9 @@ LIMITS = {"float64": 1e-10, "float32": 1e-4, "bfloat16": 0.05}
 
 @dataclass(frozen=True)
 class Numbers:
-    """folder: of the models and the numbers of one CPU process."""
+    """Runs, and their differences from those of one CPU process."""
 
-    folder: Path
+    folder: Path  # of the models and the numbers of one CPU process
 
     def model(self, name: str) -> str:
         folder = self.folder / name

@@ -28,14 +28,13 @@ HARNESS = str(Path(__file__).parent)
 
 @dataclass(frozen=True, order=True)
 class Wait:
-    """phase: what the run did, see `phase`. kind: how the host waited. op: torch's operator. ours:
-    innermost line of this project, "file:line function". caller: innermost line outside torch."""
+    """A place where the host waited for the device."""
 
-    phase: str
-    kind: str
-    op: str
-    ours: str
-    caller: str
+    phase: str  # what the run did, see `phase`
+    kind: str  # how the host waited
+    op: str  # torch's operator
+    ours: str  # innermost line of this project, "file:line function"
+    caller: str  # innermost line outside torch
 
     @property
     def blocks(self) -> bool:

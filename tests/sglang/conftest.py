@@ -49,11 +49,10 @@ def expert_demo(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Servers:
-    """addresses: host:port of each. router: host:port of one that knows none of them unless a run
-    added them."""
+    """Servers, and a router."""
 
-    addresses: tuple[str, ...]
-    router: str
+    addresses: tuple[str, ...]  # host:port of each
+    router: str  # host:port of one that knows none of them unless a run added them
 
     @property
     def urls(self) -> list[str]:
@@ -142,8 +141,12 @@ def expert_servers(
 
 @contextlib.contextmanager
 def two_servers(variable: str, model: Path, logs: Path, **more: Any) -> Iterator[Servers]:
-    """With a router. variable: of the environment, which may name some that run. more: settings of
-    a server."""
+    """With a router.
+
+    Args:
+        variable: Of the environment, which may name some that run.
+        more: Settings of a server.
+    """
     if os.environ.get(variable):
         first, second, router = os.environ[variable].split()
         yield Servers((first, second), router)

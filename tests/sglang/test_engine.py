@@ -40,7 +40,11 @@ EXACT = 1e-4
 def engine_of(
     model: str, urls: Sequence[str], transport: str, *, router: str | None = None, **more: Any
 ) -> Iterator[SglangEngine]:
-    """router: host:port. more: of the engine."""
+    """
+    Args:
+        router: host:port.
+        more: Of the engine.
+    """
     behind = None if router is None else Router(f"http://{router}", None, 5.0)
     with engine_with(
         ServerPool(urls, [], behind, HealthSettings(interval_s=0.3), 5.0),

@@ -66,7 +66,7 @@ def why_not() -> str | None:
 
 
 class Cluster:
-    """folder: of logs and states. Nodes: this host's name, and localhost."""
+    """A cluster of two nodes: this host's name, and localhost. Its folder has logs and states."""
 
     def __enter__(self) -> Cluster:
         self.folder = Path(tempfile.mkdtemp(prefix="slurm-"))
@@ -135,7 +135,12 @@ class Cluster:
         options: tuple[str, ...] = (),
         variables: dict[str, str] | None = None,
     ) -> int:
-        """The number of the new job. flags: of train.py; options: of sbatch."""
+        """The number of the new job.
+
+        Args:
+            options: Of sbatch.
+            flags: Of train.py.
+        """
         out = self._run(
             "sbatch", "--parsable", *options, str(script), *flags, environment=variables or {}
         )

@@ -13,7 +13,15 @@ from slime_like.advantages import advantage_estimators
 from slime_like.losses import policy_losses
 from tests.paths import ROOT
 
-FOLDERS = ("slime_like", "arguments", "megatron_patches", "scripts", "benchmarks", "examples")
+FOLDERS = (
+    "slime_like",
+    "arguments",
+    "megatron_patches",
+    "scripts",
+    "benchmarks",
+    "examples",
+    "tests",
+)
 _ARGS = re.compile(r"^Args:\n((?:    .*\n?|\n(?=    ))+)", re.MULTILINE)
 _ARGUMENT = re.compile(r"^    ((?:\*{0,2}\w+, )*\*{0,2}\w+): ", re.MULTILINE)
 _DESCRIBED = re.compile(r"(?:^|(?<=[.;]\s))((?:\w+, )*\w+):\s")

@@ -145,8 +145,12 @@ def syntax_of(path: Path) -> ast.Module:
 
 @cache
 def imports_of(path: Path, *, at_import_time: bool = False, annotations: bool = False) -> set[str]:
-    """Modules that the file names. at_import_time: not those inside functions. annotations: those
-    under TYPE_CHECKING too."""
+    """Modules that the file names.
+
+    Args:
+        at_import_time: Not those inside functions.
+        annotations: Those under TYPE_CHECKING too.
+    """
     found: set[str] = set()
     waiting: list[ast.AST] = [syntax_of(path)]
     while waiting:

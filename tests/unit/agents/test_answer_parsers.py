@@ -24,7 +24,12 @@ CALLS = [("weather", {"city": "Zürich", "days": 3}), ("time", {"city": "Rom"})]
 def template(
     call: dict[str, Any], *, ends: str, anchor: str, thinks: bool = True
 ) -> dict[str, Any]:
-    """A response template. call: the field of one call. ends: of an answer."""
+    """A response template.
+
+    Args:
+        call: The field of one call.
+        ends: Of an answer.
+    """
     thought = {"reasoning_content": {"open": "<think>", "close": "</think>", "content": "text"}}
     return {
         "defaults": {"role": "assistant"},

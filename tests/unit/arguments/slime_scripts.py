@@ -42,12 +42,12 @@ OWN_PREFIXES = ("slime.", "http")
 
 @dataclass(frozen=True, slots=True)
 class SlimeScript:
-    """flags: the words of each, as the script has them. checkpoint: its config.json."""
+    """A launch script of slime."""
 
     name: str
     program: str
-    checkpoint: Mapping[str, Any]
-    flags: tuple[tuple[str, ...], ...]
+    checkpoint: Mapping[str, Any]  # its config.json
+    flags: tuple[tuple[str, ...], ...]  # the words of each, as the script has them
 
     def of(self, flag: str) -> tuple[str, ...] | None:
         """The values of a flag; None where the script does not have it."""
