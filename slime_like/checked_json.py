@@ -11,9 +11,10 @@ from typing import Annotated, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from slime_like.text import SHOWN, clean, shown
+
 LOWEST_LOG_PROB = -1e6  # far below any log-prob that occurs, and exact in float32
 HIGHEST_LOG_PROB = 1e-3  # rounding may give a log-prob slightly above 0
-_SHOWN = 200  # characters of a bad value in a message
 
 M = TypeVar("M", bound=BaseModel)
 T = TypeVar("T")
@@ -65,7 +66,7 @@ def read(model: type[M], response: object) -> M:
         first = error.errors(include_url=False)[0]
         if first["type"] == "json_invalid":
             assert isinstance(response, bytes)
-            start = shown(response[:_SHOWN].decode("utf-8", "replace"))
+            start = shown(response[:SHOWN].decode("utf-8", "replace"))
             raise NotJson(f"invalid JSON ({first['ctx']['error']}): {start}") from None
         raise InvalidResponse(problems_of(error)[0]) from None
 
@@ -75,22 +76,9 @@ def problems_of(error: ValidationError) -> list[str]:
     problems = []
     for found in error.errors(include_url=False):
         place = "".join(f"[{at}]" if isinstance(at, int) else f".{at}" for at in found["loc"])
-        name = printable(place.removeprefix(".")) or "the content"
+        name = clean(place.removeprefix("."), SHOWN) or "the content"
         if found["type"] == "missing":
             problems.append(f"{name} is missing")
         else:
-            problems.append(f"{name} is {shown(found['input'])}: {printable(found['msg'])}")
+            problems.append(f"{name} is {shown(found['input'])}: {clean(found['msg'], SHOWN)}")
     return problems
-
-
-def shown(value: object, limit: int = _SHOWN) -> str:
-    """repr of a value for a message: one printable line of at most `limit` characters."""
-    return repr(value[:limit] if isinstance(value, str) else value)[:limit]
-
-
-def printable(text: str, limit: int = _SHOWN) -> str:
-    """Untrusted text for a message or the log: one line of at most `limit` characters, without
-    control characters and lone surrogates."""
-    return "".join(
-        c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text[:limit]
-    )[:limit]

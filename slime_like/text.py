@@ -8,6 +8,7 @@ from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 LONGEST = 500  # characters of a failure's reason
+SHOWN = 200  # characters of a bad value in a message
 _UNFIT = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
 )
@@ -32,6 +33,11 @@ def clean(text: object, longest: int = LONGEST) -> str:
     """
     line = mask_credentials(printable(" ".join(str(text)[: 4 * longest].split())))
     return line if len(line) <= longest else line[: longest - 3] + "..."
+
+
+def shown(value: object, limit: int = SHOWN) -> str:
+    """repr of a value for a message: one printable line of at most `limit` characters."""
+    return repr(value[:limit] if isinstance(value, str) else value)[:limit]
 
 
 def both_ends(text: str, longest: int = LONGEST) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from arguments.hf.config_keys import LARGEST
 from arguments.hf.settings_file import read_settings
-from slime_like.text import clean
+from slime_like.text import shown
 
 ADAPTER_CONFIG = "adapter_config.json"
 # key -> values without effect; any other value would change the result and is rejected
@@ -55,21 +55,17 @@ def read_adapter_config(folder: str) -> PeftAdapter:
         raise ValueError(f"{path} is not a LoRA adapter: peft_type must be LORA")
     for key, neutral in NEUTRAL.items():
         if key in config and config[key] not in neutral:
-            raise ValueError(f"{path}: {key} is {_shown(config[key])}, which is not supported")
+            raise ValueError(f"{path}: {key} is {shown(config[key])}, which is not supported")
     rank = config.get("r")
     alpha = config.get("lora_alpha")
     if type(rank) is not int or not 1 <= rank < LARGEST:
-        raise ValueError(f"{path}: r is {_shown(rank)}, must be an integer > 0")
+        raise ValueError(f"{path}: r is {shown(rank)}, must be an integer > 0")
     if alpha is None or type(alpha) not in (int, float) or not 0 < alpha < LARGEST:
-        raise ValueError(f"{path}: lora_alpha is {_shown(alpha)}, must be > 0")
+        raise ValueError(f"{path}: lora_alpha is {shown(alpha)}, must be > 0")
     base = config.get("base_model_name_or_path")
     if not isinstance(base, str | None):
-        raise ValueError(f"{path}: base_model_name_or_path is {_shown(base)}, must be a name")
+        raise ValueError(f"{path}: base_model_name_or_path is {shown(base)}, must be a name")
     return PeftAdapter(rank, float(alpha), base)
-
-
-def _shown(value: object) -> str:
-    return clean(repr(value), 200)
 
 
 def adapter_config(

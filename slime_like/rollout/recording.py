@@ -21,9 +21,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from slime_like.checked_json import HIGHEST_LOG_PROB, LOWEST_LOG_PROB, printable, shown
+from slime_like.checked_json import HIGHEST_LOG_PROB, LOWEST_LOG_PROB
 from slime_like.samples.episodes import complete
 from slime_like.samples.groups import SampleGroup, flatten
+from slime_like.text import clean, shown
 from slime_like.types import NOT_SAMPLED, Sample, SampleStatus
 
 if TYPE_CHECKING:
@@ -187,7 +188,7 @@ def load_rollout(template: str, rollout_id: int) -> list[SampleGroup]:
             groups.append(SampleGroup(row["group_id"], samples))
         return groups
     except (*_DAMAGED, SafetensorError) as error:
-        reason = f"{type(error).__name__}: {printable(str(error))}"
+        reason = f"{type(error).__name__}: {clean(str(error))}"
         raise ValueError(f"{json_path}: damaged ({reason})") from error
 
 
@@ -208,7 +209,7 @@ def _read_header(json_path: Path) -> dict[str, Any]:
     try:
         header = json.loads(json_path.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{json_path}: not JSON ({printable(str(error))})") from error
+        raise ValueError(f"{json_path}: not JSON ({clean(str(error))})") from error
     if not isinstance(header, dict) or header.get("format") != FORMAT:
         raise ValueError(
             f"{json_path}: not a saved rollout (expected a JSON object with format {FORMAT!r})"

@@ -5,12 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 
-from slime_like.checked_json import shown
 from slime_like.errors import RunError
 from slime_like.sglang.control_answers import Checksums, ModelInfo
 from slime_like.sglang.http import CONTROL_S, RequestFailed
 from slime_like.sglang.server_pool import ServerPool, Worker
-from slime_like.text import list_names
+from slime_like.text import list_names, shown
 
 logger = logging.getLogger(__name__)
 

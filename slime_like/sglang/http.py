@@ -24,7 +24,7 @@ from typing import TypeVar
 import httpx
 from pydantic_core import from_json
 
-from slime_like.checked_json import printable, shown
+from slime_like.text import clean, shown
 
 T = TypeVar("T")
 
@@ -165,7 +165,7 @@ async def _body(
             break
     if not legal:
         status = response.status_code
-        message = printable(b"".join(parts).decode("utf-8", "replace"), 1000)
+        message = clean(b"".join(parts).decode("utf-8", "replace"), 1000)
         raise RequestFailed(
             f"status_{status}", f"{url}: status {status}: {message}", retryable=is_transient(status)
         )
@@ -179,7 +179,7 @@ def is_transient(status: int) -> bool:
 
 def failure_of(error: httpx.HTTPError, url: str, deadlines: Deadlines) -> RequestFailed:
     """Translate an httpx error."""
-    reason = printable(str(error))
+    reason = clean(str(error))
     if isinstance(error, httpx.ConnectTimeout):
         message = f"{url}: no connection within {deadlines.connect_s:g} s"
         return RequestFailed("connect_timeout", message, retryable=True, server_gone=True)
@@ -246,7 +246,7 @@ class ControlClient:
         if not isinstance(value, dict):
             raise RequestFailed("no_object", f"{url}: no object: {shown(value)}", retryable=False)
         if value.get("success", True) is not True:
-            message = printable(str(value.get("message", value)))
+            message = clean(str(value.get("message", value)))
             raise RequestFailed("no_success", f"{url}: the call failed: {message}", retryable=False)
         return value
 

@@ -16,12 +16,11 @@ from slime_like.checked_json import (
     StrictModel,
     TokenId,
     WrongWeightVersion,
-    printable,
     read,
-    shown,
 )
 from slime_like.engines.base import FinishReason, GenerateOutput, GenerateRequest, SamplingParams
 from slime_like.sglang.routed_experts import RoutesFormat, read_routed_experts
+from slime_like.text import clean, shown
 
 _NOTHING_NEW = {"temperature": 1.0, "max_new_tokens": 0}
 _ANSWER_BYTES = 2**20  # size limit of a response without its tokens
@@ -172,7 +171,7 @@ def read_generation(
         tokens = tuple(generation.output_ids)
         finish = meta.finish_reason
         if finish.type == "abort" and finish.status_code is not None:
-            message = f"request {rid}: {printable(str(finish.message))}"
+            message = f"request {rid}: {clean(str(finish.message))}"
             raise RefusedByServer(message, finish.status_code)
         largest = max(tokens, default=0)
         if largest >= legal.vocab_size:

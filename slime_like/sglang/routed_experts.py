@@ -15,8 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slime_like.checked_json import InvalidResponse, shown
+from slime_like.checked_json import InvalidResponse
 from slime_like.engines.base import GenerateOutput, GenerateRequest
+from slime_like.text import shown
 
 
 @dataclass(frozen=True, slots=True)

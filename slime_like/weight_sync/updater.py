@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 import torch
 
-from slime_like.checked_json import shown
 from slime_like.errors import RunError
 from slime_like.sglang.control_answers import ModelInfo
 from slime_like.sglang.http import CONTROL_S, RequestFailed
 from slime_like.sglang.server_pool import ServerPool, Worker
+from slime_like.text import shown
 from slime_like.weight_sync.senders import SendingRanks
 from slime_like.weight_sync.servers import Servers, UpdateIncomplete
 from slime_like.weight_sync.settings import UpdateSettings

@@ -26,6 +26,7 @@ from slime_like.sglang.protocol import (
     read_scores,
 )
 from slime_like.sglang.routed_experts import RoutesFormat
+from slime_like.text import printable
 
 REQUEST = GenerateRequest(7, (3, 5), seed=0)
 SAMPLING = SamplingParams(max_new_tokens=4, report_routed_experts=True)
@@ -119,7 +120,9 @@ def sentence_of(read: Callable[[], Any]) -> str | None:
         read()
     except (InvalidResponse, RefusedByServer) as refusal:
         words = str(refusal)
-        assert words and words.isprintable() and len(words) < 2000, words
+        assert words and printable(words) == words and "\n" not in words and len(words) < 2000, (
+            words
+        )
         return words
     return None
 
