@@ -101,6 +101,7 @@ DEPENDENCIES = (
     Dependency("rich", "rich", "the display of a run", required=True),
     Dependency("psutil", "psutil", "memory, worker processes", required=True),
     Dependency("pydantic", "pydantic", "checks of files and of servers' responses", required=True),
+    Dependency("typing_extensions", "typing_extensions", "types of these checks", required=True),
     Dependency(
         "tensorboard",
         "tensorboard",

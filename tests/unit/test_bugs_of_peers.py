@@ -61,4 +61,4 @@ def test_requests_to_servers_pass_the_proxy_by(monkeypatch: pytest.MonkeyPatch, 
     for variable in [v for v in os.environ if v.lower() == "no_proxy"]:
         monkeypatch.delenv(variable)
     monkeypatch.setenv(name, "http://127.0.0.1:9")  # where nobody listens
-    assert asyncio.run(ask()) == {"a": 1}
+    assert asyncio.run(ask()) == b'{"a":1}'

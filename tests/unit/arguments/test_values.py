@@ -16,6 +16,7 @@ from arguments.schema.data import EvalConfig
 from arguments.translate.names import ALIASES, NO_EFFECT, NOT_IMPLEMENTED, VALUES_NOT_IMPLEMENTED
 from arguments.values import ParsedArgs
 from slime_like.config import ConfigError
+from slime_like.losses import policy_losses
 from slime_like.rewards.registry import rewards
 from tests.paths import ROOT
 from tests.unit.command_lines import illegal_value
@@ -108,7 +109,7 @@ def test_negative_and_scientific_numbers_are_values() -> None:
         (["--loss-reduction", "mean"], "legal values: rollout_mean, sequence_mean, token_mean"),
         (
             ["--policy-loss-type", "sappo"],
-            "legal values: bradley_terry, cispo, clip_cov, cross_entropy",
+            f"legal values: {', '.join(policy_losses.names())}",
         ),
         (["--sapo-tau-neg", "0"], "must be > 0"),
         (["--apply-chat-template-kwargs", "{x"], "must be a JSON object"),

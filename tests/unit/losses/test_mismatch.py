@@ -177,5 +177,5 @@ def test_nothing_left_is_normalised_by_nothing() -> None:
     "settings", [{"rejection_metric": "token_k2"}, {"rejection_threshold": 0.1}]
 )
 def test_metric_and_threshold_go_together(settings: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"rejection_\w+=.* needs --rejection-"):
+    with pytest.raises(ValueError, match=r"rejection_\w+=.* has no effect without --rejection-"):
         correct(OffPolicyConfig(**settings), batch(0))
