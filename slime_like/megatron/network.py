@@ -257,6 +257,7 @@ class Network:
     ) -> list[list[Tensor]]:
         """Split each column [T] that the last pipeline stage computed for `batches` into response
         values [R] of the samples of `groups`."""
+        # one table [columns, T of all micro-batches], so that stages and ranks exchange it at once
         table = None
         if outputs:  # on the last stage
             table = torch.cat([torch.stack(output) for output in outputs], dim=1).detach()
@@ -267,6 +268,7 @@ class Network:
         sizes = [sum(batch.lengths) for batch in batches]
         for group, batch, values in zip(groups, batches, table.split(sizes, dim=1)):
             for column, row in zip(columns, values):
+                # clones: a view of a few values would keep the table of all samples
                 column += [value.clone() for value in unpack(row, group, batch.lengths)]
         return columns
 

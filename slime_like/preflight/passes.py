@@ -202,7 +202,7 @@ def run_micro_batch(
                 rows, 1, config.hidden_size, dtype=config.params_dtype, device="meta"
             )
             model.set_input_tensor(received.requires_grad_())
-            del received
+            del received  # the model holds it: it counts until the model lets go
         output = module(
             input_ids=inputs, position_ids=inputs, attention_mask=None, packed_seq_params=packed
         )

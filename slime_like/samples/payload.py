@@ -30,11 +30,11 @@ def _columns(sample: AnySample) -> list[tuple[str, torch.dtype, int]]:
     generate, or branches."""
     counts = sample.version_counts
     length = sample.response_length
-    one = not sample.num_branches and list(counts.values()) == [length]
-    mixed = sample.versions_length > 0 and not one
+    has_one_version = not sample.num_branches and list(counts.values()) == [length]
     columns = [("tokens", torch.int32, sample.total_length)]
-    columns += [("weight_versions", torch.int32, length)] * mixed
-    columns += [("loss_mask", torch.uint8, length)]
+    if sample.versions_length > 0 and not has_one_version:
+        columns.append(("weight_versions", torch.int32, length))
+    columns.append(("loss_mask", torch.uint8, length))
     for name in OPTIONAL_TENSORS:
         if sample.has(name):
             columns.append((name, _DTYPES[name], _size(sample, name)))

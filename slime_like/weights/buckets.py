@@ -79,11 +79,10 @@ def in_buckets(weights: Iterator[tuple[str, Tensor]], max_bytes: int) -> Iterato
 
 class WeightBuckets(Iterator[tuple[str, Tensor]]):
     """A stream of (Hugging Face name, tensor) pairs that is produced in buckets. Consume either the
-    pairs or `buckets`, completely. What was consumed is released before the next is produced.
-    shapes, nbytes: of what has been consumed."""
+    pairs or `buckets`, completely. What was consumed is released before the next is produced."""
 
     def __init__(self, buckets: Iterator[Bucket]) -> None:
-        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}  # of what has been consumed, as are the bytes
         self.nbytes = 0
         self._buckets = buckets
         self._pairs = self._in_pairs()
@@ -93,13 +92,13 @@ class WeightBuckets(Iterator[tuple[str, Tensor]]):
             self.shapes |= {tensor.name: tensor.shape for tensor in bucket.tensors}
             self.nbytes += bucket.flat.nbytes
             yield bucket
-            del bucket
+            del bucket  # a suspended generator would keep it while the next one is made
 
     def _in_pairs(self) -> Iterator[tuple[str, Tensor]]:
         buckets = self.buckets()
         while (bucket := next(buckets, None)) is not None:
             yield from bucket.weights
-            del bucket
+            del bucket  # as above
 
     def __next__(self) -> tuple[str, Tensor]:
         return next(self._pairs)

@@ -101,6 +101,8 @@ class WeightStream(WeightBuckets):
                 dist.broadcast(flat, src=planned.sender)
             assert flat is not None
             bucket = Bucket(planned.tensors, flat, number == len(self.plan) - 1)
+            # A suspended generator keeps what its names refer to: without `del` the caller could
+            # not free a bucket, and the next one would be collected beside it. The same below.
             del flat
             yield bucket
             del bucket
@@ -189,7 +191,7 @@ class WeightStream(WeightBuckets):
         parts = [as_bytes(self._shard(parameter)) for parameter in parameters]
         size_here = sum(part.numel() for part in parts)
         local = torch.cat([*parts, parts[0].new_zeros(-size_here % ALIGNMENT)])
-        del parts
+        del parts  # the copies in `local` are sent
         if self._rank != sender:
             dist.gather(local, None, dst=sender, group=group)
             return None

@@ -131,7 +131,7 @@ class BroadcastTransport(WeightTransport):
                 is_last=number == last,
                 stopped=turns.raise_if_failed,
             )
-            del flat
+            del flat  # free it before the next one is built
 
     @property
     def latest(self) -> int | None:

@@ -89,7 +89,7 @@ class BroadcastOrder:
                         bucket = next(stream)
                         turns.wait_for_turn(number)
                         membership.member.broadcast(bucket.flat, _wait_unless_failed(turns))
-                        del bucket
+                        del bucket  # free it before the next one is built
         except (RuntimeError, OSError) as failure:
             leave_group()
             if turns is not None:
