@@ -10,7 +10,7 @@ class FunctionArgs:
     """Settings by the names of their flags; read-only, can be pickled."""
 
     def __init__(self, values: Mapping[str, object]) -> None:
-        object.__setattr__(self, "_values", dict(values))
+        object.__setattr__(self, "_values", dict(values))  # its own __setattr__ refuses
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # of pickle and copy

@@ -29,9 +29,8 @@ from slime_like.megatron.model.gpt import model_shape
 from slime_like.megatron.model.meta import OnMeta
 from slime_like.megatron.network import Network
 from slime_like.megatron.parallel_layout import ParallelLayout
-from slime_like.weights.hf_import import LoadPlan, plan_loading
+from slime_like.weights.hf_import import HfWeights, open_hf_weights
 from slime_like.weights.parameter_map import global_parameters, named_weights
-from slime_like.weights.safetensors_reader import WeightFiles
 
 TIMEOUT_MINUTES = 24 * 60.0  # a rank may keep writing long after the others are done
 NO_ACCELERATOR = Machine(cuda=False, transformer_engine=False, gradient_fusion=False)
@@ -140,25 +139,17 @@ class MetaNetwork(Network):
             entry = dataclasses.replace(entry, data=data, **dtype)
         return list(sharded_tensors({"parameter": entry}))
 
-    def open_hf(self, folder: str) -> tuple[WeightFiles, LoadPlan]:
-        """Open a Hugging Face folder and plan the loading of this rank's shards, as `load_hf`
-        does."""
-        files = WeightFiles(folder, predicts=bool(self.gpt.mtp_num_layers))
-        try:
-            plan = plan_loading(
-                self.parameters,
-                files,
-                folder,
-                self.chunks[0],
-                hf=self.hf,
-                gpt=self.gpt,
-                layout=self.layout,
-                value_head=self.value_head,
-            )
-        except ValueError:
-            files.close()
-            raise
-        return files, plan
+    def open_hf(self, folder: str) -> HfWeights:
+        """This rank's parameters in a Hugging Face folder, as `load_hf` would load them."""
+        return open_hf_weights(
+            folder,
+            self.parameters,
+            self.config,
+            hf=self.hf,
+            gpt=self.gpt,
+            layout=self.layout,
+            value_head=self.value_head,
+        )
 
     def adapt_to(self, saved: Mapping[str, object]) -> list[str]:
         """Take over the names and dtypes of a checkpoint's tensors.

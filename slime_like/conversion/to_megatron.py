@@ -54,8 +54,8 @@ from slime_like.megatron.checkpoint.write import (
     plan_network,
     write_items,
 )
-from slime_like.weights.hf_import import LoadPlan
-from slime_like.weights.safetensors_reader import WeightFiles, weight_files
+from slime_like.weights.hf_import import HfWeights
+from slime_like.weights.safetensors_reader import weight_files
 
 STEP = 0
 FILE_BYTES = 2**30
@@ -82,11 +82,10 @@ def convert_to_megatron(
     folder = writing_folder(root, STEP)
     name = "critic" if network.value_head else "policy"
     from_rank_zero(lambda: _check_root(Path(root)))
-    weights, loading = together(lambda: network.open_hf(source))
-    with weights:
+    with together(lambda: network.open_hf(source)) as weights:
         together(lambda: (folder / name).mkdir(parents=True, exist_ok=True))
         plan = plan_network(network.state, folder / name, rank=dist.get_rank(), detached=False)
-        job = _Job(network, weights, loading, folder / name, _identity(network, source), advance)
+        job = _Job(network, weights, folder / name, _identity(network, source), advance)
         files = split(network, plan, file_bytes)
         missing = [file for file in files if not (folder / name / file.name).exists()]
         needed = sum(gather(sum(file.estimated_bytes for file in missing))) + TRAINER_BYTES
@@ -176,8 +175,7 @@ class _Job:
     """One rank's part of a conversion."""
 
     network: MetaNetwork
-    weights: WeightFiles
-    loading: LoadPlan
+    weights: HfWeights
     folder: Path
     identity: str
     advance: Advance
@@ -208,7 +206,7 @@ class _Job:
         for name, items in itertools.groupby(file.items, lambda item: item[0]):
             meta = self.network.parameters[name]
             parameter = torch.empty(meta.shape, dtype=meta.dtype)
-            self.loading.fill(name, parameter, self.weights)
+            self.weights.fill(name, parameter)
             shards = self.network.shards(name, parameter)
             for _, number, item in items:
                 assert item.tensor_data is not None, "no object"

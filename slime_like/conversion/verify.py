@@ -37,13 +37,12 @@ def compare_bits(source: NetworkSource, folder: str, advance: Advance = lambda s
 
     def compare_local() -> list[str]:
         different = []
-        files, plan = source.network.open_hf(folder)
-        with files:
+        with source.network.open_hf(folder) as weights:
             for name in names[dist.get_rank() :: dist.get_world_size()]:
                 saved = source.parameter(name)
                 loaded = torch.empty_like(saved)
-                plan.fill(name, loaded, files)
-                plan.clear_padding(name, saved)  # a trained one has other values than 0
+                weights.fill(name, loaded)
+                weights.clear_padding(name, saved)  # a trained one has other values than 0
                 if bit_sums(saved) != bit_sums(loaded):
                     different.append(name)
                 advance(saved.nbytes)

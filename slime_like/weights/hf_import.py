@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping as MappingOf
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -32,6 +33,7 @@ from slime_like.weights.untrained import repeated_tensors, untrained_prefixes
 
 if TYPE_CHECKING:
     from megatron.core.transformer.module import MegatronModule
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
     from slime_like.megatron.parallel_layout import ParallelLayout
 
@@ -61,35 +63,36 @@ def load_hf_weights(
             missing or unexpected tensors, differing shapes (both are named), non-float dtypes.
     """
     local = dict(global_parameters(model_chunks))
-    with WeightFiles(folder, predicts=bool(gpt.mtp_num_layers)) as files:
-        plan = plan_loading(
-            local,
-            files,
-            folder,
-            model_chunks[0],
-            hf=hf,
-            gpt=gpt,
-            layout=layout,
-            value_head=value_head,
-        )
+    config = unwrap(model_chunks[0]).config
+    with open_hf_weights(
+        folder, local, config, hf=hf, gpt=gpt, layout=layout, value_head=value_head
+    ) as weights:
         for name, parameter in local.items():
-            plan.fill(name, parameter.detach(), files)
+            weights.fill(name, parameter.detach())
 
 
 @dataclass(frozen=True, slots=True)
-class LoadPlan:
-    """Checked plan for filling this rank's parameters from the tensors of a Hugging Face folder."""
+class HfWeights:
+    """This rank's parameters in the files of a Hugging Face folder, which were checked. A context
+    manager."""
 
     family: MappingOf[str, Mapping]
     parts: MappingOf[str, Sequence[TensorPart]]
     absent: frozenset[str]  # parts of a critic's head that the folder does not have
+    files: WeightFiles
 
-    def fill(self, name: str, shard: Tensor, files: WeightFiles) -> None:
+    def __enter__(self) -> HfWeights:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.files.close()
+
+    def fill(self, name: str, shard: Tensor) -> None:
         """Write the parameter `name` into `shard`, this rank's shard of it."""
         if name in self.absent:
             shard.zero_()
         else:
-            _fill(shard, self.family[name].dim, self.parts[name], files)
+            _fill(shard, self.family[name].dim, self.parts[name], self.files)
 
     def clear_padding(self, name: str, shard: Tensor) -> None:
         """Zero the vocabulary padding of a shard, as `fill` does."""
@@ -100,24 +103,22 @@ class LoadPlan:
             position += len(part)
 
 
-def plan_loading(
-    local: MappingOf[str, Tensor],
-    files: WeightFiles,
+def open_hf_weights(
     folder: str,
-    chunk: MegatronModule,
+    local: MappingOf[str, Tensor],
+    config: TransformerConfig,
     *,
     hf: HfModel,
     gpt: GPTModelConfig,
     layout: ParallelLayout,
     value_head: bool = False,
-) -> LoadPlan:
-    """Check a folder and plan its loading. Raises like `load_hf_weights`.
+) -> HfWeights:
+    """Open a folder and check it against this rank's parameters. Raises like `load_hf_weights`.
 
     Args:
-        local: This rank's parameters by canonical name; only their shapes are used.
-        chunk: Any of its model chunks.
+        local: The parameters by canonical name; only their shapes are used.
+        config: Of the model.
     """
-    config = unwrap(chunk).config
     sizes = model_sizes(config, gpt)
     family = family_map(
         hf.architecture,
@@ -126,24 +127,27 @@ def plan_loading(
         value_head=value_head,
         mtp_layers=gpt.mtp_num_layers,
     )
-    _check_model(dict(local), family, hf.architecture, local_experts(sizes, layout))
-    parts = {
-        name: _parts(name, parameter, family[name], sizes, layout)
-        for name, parameter in local.items()
-    }
-    absent = [
-        name
-        for name, mapping in VALUE_HEAD.items()
-        if value_head and not mapping.hf_shapes(sizes).keys() <= files.names
-    ]
-    stored = {name: mapping for name, mapping in family.items() if name not in absent}
-    ignored = untrained_prefixes(hf, None if value_head else gpt.mtp_num_layers)
-    repeated = repeated_tensors(hf, gpt.mtp_num_layers)
-    _check_names(files, stored, folder, sizes, (*ignored, *repeated))
-    _check_tensors(files, stored, folder, sizes)
-    if not (value_head or gpt.untie_embeddings_and_output_weights):
-        _check_tied(files, family, folder, sizes)
-    return LoadPlan(stored, parts, frozenset(absent))
+    with ExitStack() as on_error:
+        files = on_error.enter_context(WeightFiles(folder, predicts=bool(gpt.mtp_num_layers)))
+        _check_model(dict(local), family, hf.architecture, local_experts(sizes, layout))
+        parts = {
+            name: _parts(name, parameter, family[name], sizes, layout)
+            for name, parameter in local.items()
+        }
+        absent = [
+            name
+            for name, mapping in VALUE_HEAD.items()
+            if value_head and not mapping.hf_shapes(sizes).keys() <= files.names
+        ]
+        stored = {name: mapping for name, mapping in family.items() if name not in absent}
+        ignored = untrained_prefixes(hf, None if value_head else gpt.mtp_num_layers)
+        repeated = repeated_tensors(hf, gpt.mtp_num_layers)
+        _check_names(files, stored, folder, sizes, (*ignored, *repeated))
+        _check_tensors(files, stored, folder, sizes)
+        if not (value_head or gpt.untie_embeddings_and_output_weights):
+            _check_tied(files, family, folder, sizes)
+        on_error.pop_all()
+    return HfWeights(stored, parts, frozenset(absent), files)
 
 
 def _fill(shard: Tensor, dim: int, parts: Sequence[TensorPart], files: WeightFiles) -> None:

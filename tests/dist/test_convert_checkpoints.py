@@ -22,9 +22,10 @@ from tests.dist.test_convert import SIZES
 megatron_patches.apply()
 
 from slime_like.conversion.network import Converted, MetaNetwork, conversion_layout  # noqa: E402
-from slime_like.conversion.to_hf import NetworkSource  # noqa: E402
+from slime_like.conversion.to_hf import NetworkSource, convert_to_hf  # noqa: E402
 from slime_like.conversion.to_megatron import convert_to_megatron  # noqa: E402
 from slime_like.conversion.verify import compare_bits  # noqa: E402
+from slime_like.megatron.checkpoint import save  # noqa: E402
 from slime_like.megatron.parallel_layout import ParallelLayout  # noqa: E402
 
 # tensor, pipeline, virtual, expert, expert-tensor: as written, as loaded
@@ -105,3 +106,27 @@ def test_an_interrupted_conversion_to_megatron_keeps_complete_files(
         MetaNetwork(hf, conversion_layout(hf), alone), done.folder / "policy", model
     )
     assert compare_bits(again, model) == len(network.parameters)
+
+
+def test_a_disk_that_is_too_small_is_named_before_anything_is_written(
+    alone: ParallelLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, root, output = str(tmp_path / "model"), tmp_path / "ck", tmp_path / "hf"
+    make_tiny_model("LlamaForCausalLM", Path(model))
+    hf = read_hf_model(model)
+    network = MetaNetwork(hf, conversion_layout(hf), alone)
+    with monkeypatch.context() as small:
+        small.setattr(save, "free_bytes", lambda root: 1000)
+        with pytest.raises(
+            OSError, match=rf"--save {root}: needs 0\.\d+ GB .* 0\.000 GB free; name"
+        ):
+            convert_to_megatron(network, model, str(root), workers=1)
+    assert not list(root.rglob("*.distcp"))
+    done = convert_to_megatron(network, model, str(root), workers=1)
+    source = NetworkSource(
+        MetaNetwork(hf, conversion_layout(hf), alone), done.folder / "policy", model
+    )
+    monkeypatch.setattr(save, "free_bytes", lambda root: 1000)
+    with pytest.raises(OSError, match=r"--output: needs 0\.\d+ GB .* 0\.000 GB free; name"):
+        convert_to_hf(source, model, str(output), checkpoint=done.folder, max_shard_bytes=10**6)
+    assert not output.exists() and not list(tmp_path.rglob(".hf.partial/*"))
