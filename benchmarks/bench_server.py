@@ -33,6 +33,8 @@ from typing import Any
 
 import numpy as np
 
+from slime_like.tinker.factory import make_model_host
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
@@ -297,11 +299,10 @@ def direct_host(model: Path) -> Iterator[Any]:
     megatron_patches.apply()
     from arguments.parse import SERVER, parse_args
     from slime_like.megatron.init import process_groups
-    from slime_like.tinker.worker_backend import ModelHost
 
     config = parse_args(["--hf-checkpoint", str(model)], 1, SERVER)
     with process_groups(config.parallel, virtual_stages=None, seed=config.model.seed) as layout:
-        host = ModelHost(config, layout)
+        host = make_model_host(config, layout)
         lora = {"rank": 8, "seed": 1, "train_attn": True, "train_mlp": True, "train_unembed": False}
         host.execute({"op": "create", "model": "m", "role": "policy", "policy": None, "lora": lora})
         yield host

@@ -41,7 +41,7 @@ class RolloutConfig(CheckedSettings):
         1.0,
         "Sampling temperature; the trainer's log-probs use the same.",
         legal=TEMPERATURE,
-        excludes="@served_teacher",
+        excludes="@served_teacher, so it must be 1; or use --opd-type megatron",
     )
     rollout_top_p: float = arg(
         1.0, "Nucleus sampling: smallest set of tokens with this probability.", legal=UNIT_OPEN_LOW

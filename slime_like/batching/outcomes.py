@@ -5,46 +5,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 
-from arguments.run_config import RunConfig
-from slime_like.advantages import (
-    AdvantageSettings,
-    Outcomes,
-    RewardParts,
-    TurnEstimator,
-    advantage_estimators,
-    follows_tokens,
-)
+from slime_like.advantages import Outcomes, RewardParts
 from slime_like.batching.outcome_fields import OutcomeFields
 from slime_like.batching.train_samples import _sum_by_episode
 from slime_like.distributed.collectives import from_rank_zero, gather, together
 from slime_like.lazy import Tensor, torch
 from slime_like.rewards.limit import require_within
-from slime_like.rollout.hooks import processed_rewards
 from slime_like.samples.episodes import complete, episodes_of
 from slime_like.samples.index import AnySample
 from slime_like.types import REWARD_DETAILS, TRAIN_REWARD, Sample
-
-
-def advantage_settings(config: RunConfig) -> AdvantageSettings:
-    """The estimator's settings, with the initial KL coefficient."""
-    algorithm = config.algorithm
-    distillation = config.distillation
-    return AdvantageSettings(
-        algorithm.advantage_estimator,
-        normalize_std=not algorithm.disable_grpo_std_normalization,
-        singleton="reward" if algorithm.singleton_advantage == "reward" else "zero",
-        normalize=algorithm.normalize_advantages,
-        gamma=algorithm.gamma,
-        lambd=algorithm.lambd,
-        value_lambd=algorithm.value_lambd,
-        lambd_length_alpha=algorithm.lambd_length_alpha,
-        kl_coef=algorithm.kl_coef,
-        distillation_coef=0.0 if distillation.opd_topk else distillation.opd_kl_coef,
-        distillation_only=distillation.opd_only,
-        prefix_gamma=distillation.opd_prefix_gamma,
-    )
 
 
 def check_rewards(samples: Sequence[AnySample], limit: float) -> None:
@@ -94,31 +64,6 @@ def _rewards_in(fields: OutcomeFields, count: int) -> list[list[float]]:
 
 # samples of a rollout -> fields; a collective, which raises ValueError on all ranks
 OutcomeReader = Callable[[Sequence[AnySample]], OutcomeFields]
-
-
-def outcome_readers(config: RunConfig) -> list[OutcomeReader]:
-    """The outcome readers of this run, which communicate; usually none."""
-    algorithm = config.algorithm
-    readers = list[OutcomeReader]()
-    if (path := algorithm.custom_reward_post_process_path) is not None:
-        readers.append(lambda samples: {"processed": processed_rewards(config, path, samples)})
-    if config.hooks.custom_convert_samples_to_train_data_path is not None:
-        readers.append(lambda samples: {"processed": train_rewards(samples)})
-    if (keys := algorithm.gdpo_reward_keys) is not None:
-        weights = algorithm.gdpo_reward_weights or [1.0] * len(keys)
-        reward_key = config.reward.reward_key
-        readers.append(lambda samples: {"parts": reward_parts(keys, weights, reward_key, samples)})
-    estimator = advantage_estimators.get(algorithm.advantage_estimator)
-    by_turn = isinstance(estimator, TurnEstimator)
-    by_token = follows_tokens(estimator)
-    turn = config.agents.agent_turn_penalty
-    token = config.agents.agent_token_penalty
-    if by_turn or by_token or turn or token:
-        from slime_like.batching.turn_credit import credit_fields
-
-        reader = partial(credit_fields, by_turn=by_turn, by_token=by_token)
-        readers.append(partial(reader, turn_penalty=turn, token_penalty=token))
-    return [partial(within, read, config.reward.max_abs_reward) for read in readers]
 
 
 def train_rewards(samples: Sequence[AnySample]) -> Tensor:

@@ -11,10 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from arguments.hf.quantization import folder_quantization
-from arguments.run_config import RunConfig
 from slime_like.distributed.collectives import any_rank
-from slime_like.engines.registry import engine_traits
 from slime_like.guards.finite import GuardError
 from slime_like.logs import warn_rank_0
 from slime_like.losses.mismatch import train_rollout_difference
@@ -174,25 +171,6 @@ def _difference(
 ) -> dict[str, float]:
     rollout_log_probs = [require_rollout_log_probs(sample) for sample in local]
     return train_rollout_difference(old, rollout_log_probs, masks, group)
-
-
-def train_rollout_limit(config: RunConfig) -> float:
-    """Largest legal mean log-prob difference between trainer and rollout engine, in nats."""
-    if config.guards.max_train_rollout_diff is not None:
-        return config.guards.max_train_rollout_diff
-    exact = (
-        config.megatron.transformer.params_dtype == torch.float32
-        and not torch.cuda.is_available()
-        and not serves_quantized(config)
-    )
-    return 1e-3 if exact else 0.1
-
-
-def serves_quantized(config: RunConfig) -> bool:
-    """Whether servers hold quantised weights, in the format of --hf-checkpoint."""
-    folder = config.model.hf_checkpoint
-    takes_quantized = engine_traits(config.rollout.rollout_engine).takes_quantized
-    return takes_quantized and bool(folder and folder_quantization(folder))
 
 
 def require_rollout_log_probs(sample: TrainSample) -> Tensor:

@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from arguments.run_config import RunConfig
 from slime_like.data.group_buffer import Choose, GroupBuffer, PendingGroup, oldest_first
 from slime_like.distributed.collectives import from_rank_zero, from_rank_zero_within
 from slime_like.engines.base import SamplingParams
@@ -37,7 +36,7 @@ from slime_like.samples.index import AnySample, RemoteSample, untrained
 from slime_like.types import Prompt
 
 if TYPE_CHECKING:
-    from arguments.schema.scheduling import SchedulingConfig
+    from arguments.schema import RolloutConfig, SchedulingConfig
     from slime_like.rollout.shared_groups import GroupIndex
 
 
@@ -196,28 +195,32 @@ class Collector:
 
     def __init__(
         self,
-        config: RunConfig,
+        scheduling: SchedulingConfig,
+        rollout: RolloutConfig,
         rollouter: Rollouter,
         buffer: GroupSource,
         sampling: SamplingParams,
         filters: GroupFilters,
         *,
+        max_failed: float,
         streams: bool = False,
     ) -> None:
         """
         Args:
-            config: The run's.
+            scheduling: What is drawn, kept and carried over.
+            rollout: Has the number of groups of a rollout.
             rollouter: Samples and grades.
             buffer: A `GroupBuffer`, unless `collect_from` is all that is called.
             sampling: Sampling parameters of training.
             filters: See `hooks.group_filters`.
+            max_failed: Fraction of samples that may fail (--max-failed-samples).
             streams: Send single requests from rank 0 instead of synchronous rounds.
         """
-        self.config = config.scheduling
-        self.target = config.rollout.rollout_batch_size
-        self.max_failed = config.guards.max_failed_samples
-        self.draw_size = config.scheduling.over_sampling_batch_size or self.target
-        self.slice_len = slice_length(config)
+        self.config = scheduling
+        self.target = rollout.rollout_batch_size
+        self.max_failed = max_failed
+        self.draw_size = scheduling.over_sampling_batch_size or self.target
+        self.slice_len = slice_length(scheduling, rollout)
         self.rollouter = rollouter
         self.buffer = buffer
         self.sampling = sampling
@@ -447,8 +450,8 @@ def schedules(config: SchedulingConfig) -> bool:
     return config.partial_rollout or has_filter or sizes != (None, None)
 
 
-def slice_length(config: RunConfig) -> int | None:
+def slice_length(scheduling: SchedulingConfig, rollout: RolloutConfig) -> int | None:
     """Tokens per round; None: generate to the end."""
-    if config.scheduling.rollout_slice_len is not None or not config.scheduling.partial_rollout:
-        return config.scheduling.rollout_slice_len
-    return max(1, config.rollout.rollout_max_response_len // 8)
+    if scheduling.rollout_slice_len is not None or not scheduling.partial_rollout:
+        return scheduling.rollout_slice_len
+    return max(1, rollout.rollout_max_response_len // 8)

@@ -5,25 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING
 
 from arguments.eval_sets import EvalSet
-from arguments.function_args import function_args
-from arguments.run_config import RunConfig
 from arguments.schema import RewardConfig, RolloutConfig
-from slime_like.data.prompt_format import Room
-from slime_like.data.prompts import load_eval_sets
 from slime_like.engines.base import SamplingParams
 from slime_like.function_args import NO_SETTINGS, FunctionArgs
 from slime_like.rewards.grader import Grader
-from slime_like.rewards.registry import answer_check
 from slime_like.rollout.failures import warn_failed
 from slime_like.rollout.rollouter import Rollouter, eval_sampling
 from slime_like.samples.groups import SampleGroup, flatten
 from slime_like.types import Prompt
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 def reward_of(eval_set: EvalSet, reward: RewardConfig, key: str | None) -> RewardConfig | None:
@@ -100,50 +91,6 @@ class Evaluator:
     def close(self) -> None:
         for grader in self._graders.values():
             grader.close()
-
-
-def load_prompts(
-    config: RunConfig, tokenizer: PreTrainedTokenizerBase
-) -> tuple[dict[str, list[Prompt]], list[str]]:
-    """Evaluation prompts by set name, and notes to log; empty if the run never evaluates. Raises
-    ValueError naming file and row."""
-    if config.eval.eval_interval is None or config.debug.debug_train_only:
-        return {}, []
-    flag = "--eval-config" if config.eval.eval_config is not None else "--eval-prompt-data"
-    check = answer_check(
-        config.reward.rm_type,
-        config.reward.custom_rm_path,
-        from_metadata=config.reward.rm_type_from_metadata,
-    )
-
-    def room(eval_set: EvalSet) -> Room:
-        return Room(
-            config.gpt.max_position_embeddings,
-            eval_sampling(eval_set, config.rollout).max_new_tokens,
-        )
-
-    return load_eval_sets(
-        config.eval_sets,
-        config.data,
-        tokenizer,
-        flag=flag,
-        answer_check=check,
-        room_of=room,
-        raw_messages=config.scheduling.renders_prompts,
-    )
-
-
-def make_evaluator(
-    config: RunConfig, rollouter: Rollouter | None, prompts: Mapping[str, Sequence[Prompt]]
-) -> Evaluator | None:
-    """The evaluator, None if the run never evaluates. prompts: from `load_prompts`."""
-    if config.eval.eval_interval is None or rollouter is None:
-        return None
-    key = config.eval.eval_reward_key
-    settings = function_args(config)
-    return Evaluator(
-        rollouter, config.eval_sets, prompts, config.rollout, config.reward, key, settings
-    )
 
 
 def score(name: str, groups: Sequence[SampleGroup]) -> dict[str, float]:

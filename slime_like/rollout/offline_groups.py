@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from arguments.run_config import RunConfig
+from arguments.schema import AlgorithmConfig
 from slime_like.data.pairs import pair_samples
 from slime_like.data.sft import sft_samples
 from slime_like.distributed.collectives import together
@@ -24,18 +24,21 @@ if TYPE_CHECKING:
 
 
 def supervised_groups(
-    config: RunConfig, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase
+    algorithm: AlgorithmConfig,
+    prompts: Sequence[Prompt],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_response_len: int,
 ) -> tuple[list[SampleGroup], dict[str, float]]:
     """Supervised samples, one or a preference pair per prompt, of which each rank builds its share;
     and the fraction that was truncated."""
     rank = dist.get_rank()
     world = dist.get_world_size()
-    size = config.algorithm.samples_together
+    size = algorithm.samples_together
     make = sft_samples
     if size > 1:
-        make = partial(pair_samples, scored=config.algorithm.trains_reward_model)
-    limit = config.rollout.rollout_max_response_len
-    own = together(lambda: make(prompts[rank::world], tokenizer, max_response_len=limit))
+        make = partial(pair_samples, scored=algorithm.trains_reward_model)
+    own = together(lambda: make(prompts[rank::world], tokenizer, max_response_len=max_response_len))
     holders = [i // size % world for i in range(size * len(prompts))]
     samples = share_index(own, holders)
     parts = split(samples, [size] * len(prompts))
@@ -43,13 +46,19 @@ def supervised_groups(
     return groups, {TRUNCATED_FRACTION: truncated_fraction(samples)}
 
 
-def recorded_groups(config: RunConfig, step: int) -> list[SampleGroup]:
-    """The groups of --load-debug-rollout-data. Raises ValueError if another run recorded them."""
-    template = config.debug.load_debug_rollout_data
-    assert template is not None
+def recorded_groups(
+    template: str, step: int, *, expected: int, vocab_size: int | None
+) -> list[SampleGroup]:
+    """The groups of --load-debug-rollout-data. Raises ValueError if another run recorded them.
+
+    Args:
+        template: The flag's value.
+        step: Of the rollout, from 0.
+        expected: Number of samples of a rollout.
+        vocab_size: Of the policy; None if it is not known.
+    """
     groups = load_rollout(template, step)
     count = sum(len(group.samples) for group in groups)
-    expected = config.rollout.rollout_batch_size * config.rollout.n_samples_per_prompt
     if count != expected:
         raise ValueError(
             f"--load-debug-rollout-data {template}: rollout {step + 1} has {count} samples, and "
@@ -57,7 +66,7 @@ def recorded_groups(config: RunConfig, step: int) -> list[SampleGroup]:
             "the recorded run"
         )
     try:
-        check_values(groups, config.gpt.vocab_size or 2**31)
+        check_values(groups, vocab_size or 2**31)
     except ValueError as error:
         raise ValueError(
             f"--load-debug-rollout-data {template}: rollout {step + 1}: {error}"

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 
-from arguments.run_config import RunConfig
 from arguments.schema import SglangConfig
 from arguments.sglang_install import interpreter
 from slime_like.distributed.failure_report import job
@@ -37,13 +36,26 @@ class ServerPart:
     launch: Launch
 
 
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What servers load and report."""
+
+    folder: str  # --hf-checkpoint
+    dtype: str  # e.g. bfloat16
+    reports_routed_experts: bool = False
+
+
 def engine_launches(
-    config: RunConfig, nodes: Sequence[Node], *, device: torch.device, logs: Path
+    sglang: SglangConfig,
+    model: ServedModel,
+    nodes: Sequence[Node],
+    *,
+    device: torch.device,
+    logs: Path,
 ) -> list[list[ServerPart]]:
     """The parts of each server; the first part serves HTTP. Raises RunError if the nodes have too
     few GPUs."""
-    sglang = config.sglang
-    assert sglang.rollout_num_gpus is not None and config.model.hf_checkpoint is not None
+    assert sglang.rollout_num_gpus is not None
     per_engine = sglang.rollout_num_gpus_per_engine
     placements = place_servers(nodes, sglang.rollout_num_gpus, per_engine, colocate=sglang.colocate)
     require_reachable(sglang, {share.node.rank for shares in placements for share in shares})
@@ -68,19 +80,19 @@ def engine_launches(
             host = share.node.address
             port = next(ports[share.node.rank])
             settings: dict[str, object] = multi_node_settings | server_settings(
-                model=config.model.hf_checkpoint,
+                model=model.folder,
                 port=port,
                 host=host,
                 gpus=per_engine,
                 base_gpu=share.first_gpu,
-                dtype=str(config.megatron.transformer.params_dtype).removeprefix("torch."),
+                dtype=model.dtype,
                 cuda=device.type == "cuda",
                 memory_saver=bool(sglang.offload_rollout),
                 overrides=sglang.sglang_server_flags or {},
             )
             if multi_node_settings:
                 settings["node_rank"] = node_rank
-            if config.rollout.use_rollout_routing_replay:
+            if model.reports_routed_experts:
                 settings[ROUTES_SETTING] = True
             log = logs / f"engine-{number}{f'-node-{node_rank}' if node_rank else ''}.log"
             command = server_command(interpreter(sglang.sglang_python), settings)

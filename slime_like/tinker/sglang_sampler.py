@@ -19,14 +19,10 @@ import httpx
 import torch
 from torch import Tensor
 
-from arguments.run_config import RunConfig
 from slime_like.checked_json import InvalidResponse
 from slime_like.distributed.collectives import from_rank_zero, on_rank_zero
 from slime_like.engines.sglang.engine import SglangEngine
-from slime_like.engines.sglang.factory import request_settings, start_servers
 from slime_like.errors import RunError
-from slime_like.megatron.init import device_of_this_process
-from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.sglang.http import CONTROL_S, RequestFailed, async_client, post_once, with_retries
 from slime_like.sglang.protocol import read_scores, scoring_body
 from slime_like.sglang.requests import RequestSettings
@@ -194,24 +190,6 @@ class SglangSampler:
 
         scores: tuple[float, ...] = await with_retries(attempt, self._settings.retries, Counter())
         return scores
-
-
-def make_sglang_sampler(config: RunConfig, layout: ParallelLayout) -> SglangSampler:
-    """Start the servers and build the sampler. Collective; see `start_servers`."""
-    assert config.model.hf_checkpoint is not None
-    model = config.model.hf_checkpoint
-    root = Path(config.server.server_dir).resolve()
-
-    def make_updater(pool: ServerPool) -> WeightUpdater:
-        return snapshot_updater(pool, model, root, config.sglang.update_weight_timeout_s)
-
-    pool, updater, agent = start_servers(
-        config, make_updater, device=device_of_this_process(), logs=root / "engines"
-    )
-    settings = request_settings(config.sglang)
-    check = config.sglang.check_weight_update_equal
-    engine = SglangEngine(pool, updater, settings, model, check_updates=check, agent=agent)
-    return SglangSampler(engine, snapshot_transport(updater), settings, model)
 
 
 def is_deterministic(pool: ServerPool | None) -> bool:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict
@@ -29,6 +29,7 @@ from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.metrics.startup import Say
 from slime_like.tinker import codec
 from slime_like.tinker.errors import Failed, Refused
+from slime_like.tinker.factory import make_model_host
 from slime_like.tinker.fingerprint import fingerprint_of
 from slime_like.tinker.worker_backend import ModelHost
 from slime_like.tinker.worker_rpc import LINK_FILE
@@ -238,13 +239,25 @@ def broadcast_frame(frame: bytes | None) -> bytes:
 class CommandSource:
     """Rank 0's connection to the API process, which it starts, and restarts when it exits."""
 
-    def __init__(self, config: RunConfig, facts: Callable[[], dict[str, object]]) -> None:
-        self.folder = Path(config.server.server_dir).resolve()
+    def __init__(
+        self,
+        folder: Path,
+        fingerprint: str,
+        command: Sequence[str],
+        facts: Callable[[], dict[str, object]],
+    ) -> None:
+        """
+        Args:
+            folder: --server-dir.
+            fingerprint: Of the settings; see `fingerprint_of`.
+            command: Starts the API process.
+            facts: What the API process needs to know about the workers.
+        """
+        self.folder = folder.resolve()
         self.folder.mkdir(parents=True, exist_ok=True)
         self._facts = facts
-        self._fingerprint = fingerprint_of(config)
-        module = "slime_like.tinker.api_process"
-        self._command = [sys.executable, "-m", module, str(config.world_size), *config.argv]
+        self._fingerprint = fingerprint
+        self._command = list(command)
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._last: dict[str, object] | None = None
@@ -364,6 +377,14 @@ class CommandSource:
         return connection
 
 
+def command_source(config: RunConfig, facts: Callable[[], dict[str, object]]) -> CommandSource:
+    """The connection to the API process of a server."""
+    module = "slime_like.tinker.api_process"
+    command = [sys.executable, "-m", module, str(config.world_size), *config.argv]
+    folder = Path(config.server.server_dir)
+    return CommandSource(folder, fingerprint_of(config), command, facts)
+
+
 def serve(config: RunConfig, layout: ParallelLayout, startup: Say = lambda what: None) -> None:
     """Run a rank of the server. startup: called with the name of each startup phase."""
     startup("importing transformers, loading the tokenizer and the base model")
@@ -373,9 +394,9 @@ def serve(config: RunConfig, layout: ParallelLayout, startup: Say = lambda what:
         vocab_size=config.gpt.vocab_size,
         trust_remote_code=config.model.trust_remote_code,
     )
-    host = ModelHost(config, layout, tokenizer)
+    host = make_model_host(config, layout, tokenizer)
     worker = ModelWorker(host, layout)
-    source = CommandSource(config, host.describe) if layout.rank == 0 else None
+    source = command_source(config, host.describe) if layout.rank == 0 else None
     startup("starting the API process")
     reason = "they were stopped"
     goodbye = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -14,19 +15,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from arguments.hf.model import read_hf_model
-from arguments.run_config import RunConfig
+from arguments.hf.model import HfModel
 from slime_like.checkpoints.folders import checkpoint_folder
 from slime_like.distributed.collectives import from_rank_zero, gather
-from slime_like.engines.registry import engine_traits
 from slime_like.losses import policy_losses
 from slime_like.losses.total import LossTerms
 from slime_like.losses.value_loss import ValueLossConfig
 from slime_like.megatron.checkpoint import CheckpointSaver, SavePolicy, load_checkpoint
-from slime_like.megatron.factory import make_head, network_settings
 from slime_like.megatron.forward_step import TokenComputation
 from slime_like.megatron.micro_batching import MicroBatchSize
-from slime_like.megatron.model.gpt import model_shape
+from slime_like.megatron.model.policy import LogProbHead
 from slime_like.megatron.network import PassOutput, SelectionSeed
 from slime_like.megatron.objectives import Objective
 from slime_like.megatron.optimizer import AdamStep
@@ -43,8 +41,6 @@ from slime_like.weights.quantized import QuantizedWeight
 from slime_like.weights.safetensors_reader import stored_format
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from slime_like.tinker.sglang_sampler import SglangSampler
 
 PASS_TOKENS = 8192  # tokens per micro-batch without --max-tokens-per-gpu
@@ -66,33 +62,38 @@ class ForwardBackwardResult(TypedDict):
     metrics: dict[str, tuple[str, float]]  # {name: [kind, value]}, finite ones only
 
 
+@dataclass(frozen=True, slots=True)
+class HostSettings:
+    """Settings of a `ModelHost`."""
+
+    base: str  # folder of the base model
+    hf: HfModel  # its config.json
+    shape: Mapping[str, object]  # of the network, as checkpoints record it
+    seed: int
+    max_tokens_per_gpu: int | None
+    verify_checkpoints: bool
+    serves_quantized: bool  # whether the sampler takes weights in the format of `base`
+
+
 class ModelHost:
     """Executes commands. `ModelPool` decides which models are on the device."""
 
     def __init__(
         self,
-        config: RunConfig,
+        settings: HostSettings,
         layout: ParallelLayout,
-        tokenizer: PreTrainedTokenizerBase | None = None,
+        pool: ModelPool,
+        sampler: SnapshotSampler | SglangSampler,
+        head: LogProbHead,
     ) -> None:
-        """tokenizer: of the base model, for stop texts; None disables them."""
-        assert config.model.hf_checkpoint is not None
-        self.config = config
+        self.settings = settings
         self.layout = layout
-        self.base = config.model.hf_checkpoint
-        self.hf = read_hf_model(self.base)
-        self.pool = ModelPool(
-            network_settings(config),
-            layout,
-            self.hf,
-            base=self.base,
-            seed=config.model.seed,
-            max_models=config.server.max_resident_models,
-            max_adapters=config.server.max_resident_adapters,
-        )
+        self.base = settings.base
+        self.hf = settings.hf
+        self.pool = pool
         self.stage = UNCHANGED
-        self.sampler = make_sampler(config, layout, tokenizer)
-        self._head = make_head(config, layout, temperature=1.0)
+        self.sampler = sampler
+        self._head = head
 
     def execute(self, command: Mapping[str, object]) -> object:
         """Execute a command; the result, plain values, is valid on rank 0. Raises Refused,
@@ -156,9 +157,9 @@ class ModelHost:
         samples = samples_of(lengths, tokens, fields)
         local_indices = list(range(self.layout.dp_rank, len(samples), self.layout.dp_size))
         local = [samples[i] for i in local_indices] or [empty_sample(samples[0])]
-        max_tokens = self.config.algorithm.max_tokens_per_gpu or PASS_TOKENS
+        max_tokens = self.settings.max_tokens_per_gpu or PASS_TOKENS
         size = MicroBatchSize(1, max_tokens * self.layout.cp_size)
-        selection = SelectionSeed(self.config.model.seed, hosted.passes)
+        selection = SelectionSeed(self.settings.seed, hosted.passes)
         hosted.passes += 1
         compute = self._computation(loss)
         if forward_only:
@@ -260,8 +261,8 @@ class ModelHost:
             checkpoint_folder(folder, CHECKPOINT_STEP),
             {self.models[model].role: saved},
             load_rng=False,
-            verify=not self.config.checkpoint.no_verify_checkpoint,
-            seed=self.config.model.seed,
+            verify=self.settings.verify_checkpoints,
+            seed=self.settings.seed,
             model=self._shape(model),
             before_change=self._before_change,
         )
@@ -282,7 +283,7 @@ class ModelHost:
     def _quantized(self) -> Mapping[str, QuantizedWeight]:
         """Weights that are quantised on the SGLang servers, in the format of the base model's
         folder."""
-        if not engine_traits(self.config.rollout.rollout_engine).takes_quantized:
+        if not self.settings.serves_quantized:
             return {}
         return from_rank_zero(lambda: stored_format(self.base))
 
@@ -297,7 +298,7 @@ class ModelHost:
     def _shape(self, model: str) -> dict[str, object]:
         adapter = self.models[model].adapter
         lora = {"lora_rank": 0} if adapter is None else adapter.spec.describe()
-        return {**model_shape(self.config.megatron.transformer, self.config.gpt), **lora}
+        return {**self.settings.shape, **lora}
 
     # --- sampling ---
 
@@ -307,24 +308,6 @@ class ModelHost:
     def close(self) -> None:
         """Stop the sampler."""
         self.sampler.close()
-
-
-def make_sampler(
-    config: RunConfig, layout: ParallelLayout, tokenizer: PreTrainedTokenizerBase | None
-) -> SnapshotSampler | SglangSampler:
-    """The sampler for --rollout-engine. tokenizer: of the base model. Collective."""
-    if not engine_traits(config.rollout.rollout_engine).has_servers:
-        return SnapshotSampler(
-            config.model,
-            layout,
-            tokenizer,
-            max_engines=config.server.max_sampler_engines,
-            local_batch_size=config.rollout.rollout_local_batch_size,
-            dtype=config.megatron.transformer.params_dtype,
-        )
-    from slime_like.tinker.sglang_sampler import make_sglang_sampler
-
-    return make_sglang_sampler(config, layout)
 
 
 def _concatenate(column: Mapping[int, NDArray[Any]], count: int) -> NDArray[Any]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from arguments.run_config import RunConfig
+from arguments.schema import CheckpointConfig, CriticConfig
 from slime_like import __version__
 from slime_like.checkpoints.files import hash_file
 from slime_like.checkpoints.folders import checkpoint_folder, is_checkpoint_root, newest_step
@@ -28,11 +28,9 @@ from slime_like.megatron.checkpoint import (
     saved_networks,
 )
 from slime_like.megatron.checkpoint.load import saved_identity
-from slime_like.megatron.factory import needs_reference
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.megatron.run_state import load_state, save_state, start_critic, start_self_teacher
-from slime_like.text import mask_argv
-from slime_like.trainer.saved_settings import changes, settings_of
+from slime_like.trainer.saved_settings import changes
 from slime_like.weights.safetensors_reader import weights_digest
 
 if TYPE_CHECKING:
@@ -53,25 +51,35 @@ class Start:
     has_critic: bool = False  # the critic was loaded from the checkpoint
 
 
+@dataclass(frozen=True, slots=True)
+class RunIdentity:
+    """What a checkpoint records of its run, and a resumed run compares."""
+
+    settings: Mapping[str, object]  # by flag
+    argv: Sequence[str]  # without secrets
+    hf_checkpoint: str | None
+    with_adapter: bool  # whether the policy starts from --lora-adapter-path
+    reference: str | None  # folder of the reference model; None without one
+    reference_step: int | None  # the checkpoint's step in it; None: the newest
+
+
 class RunCheckpoints:
     """Loads and saves the checkpoints of a run. Every method is collective. tokenizer: None if the
     run reads recorded tokens."""
 
     def __init__(
         self,
-        config: RunConfig,
+        config: CheckpointConfig,
+        critic: CriticConfig,
+        identity: RunIdentity,
         layout: ParallelLayout,
         backend: MegatronBackend,
         tokenizer: PreTrainedTokenizerBase = None,
     ) -> None:
         self.tokenizer = None if tokenizer is None else tokenizer_identity(tokenizer)
-        self.settings = settings_of(config)
-        self.argv = mask_argv(config.argv)
-        self.config = config.checkpoint
-        self.critic = config.critic
-        self.hf_checkpoint = config.model.hf_checkpoint
-        self.with_adapter = config.lora.lora_adapter_path is not None
-        self.reference_model = reference_model(config)
+        self.config = config
+        self.critic = critic
+        self.identity = identity
         self.layout = layout
         self.backend = backend
         self.failed = 0
@@ -102,7 +110,7 @@ class RunCheckpoints:
         start = self._load_run()
         if replicas is not None:
             replicas.drop()
-        self.reference = from_rank_zero(lambda: reference_digest(*self.reference_model))
+        self.reference = from_rank_zero(lambda: reference_digest(self.identity))
         saved = None if start.state is None else start.state.get("reference")
         if None not in (saved, self.reference) and saved != self.reference:
             warn_rank_0(
@@ -123,7 +131,7 @@ class RunCheckpoints:
         If the folder is also --save and has no checkpoint yet, this is the first start of a run."""
         root = self.config.load
         config = self.config
-        initial = None if self.with_adapter else self.hf_checkpoint
+        initial = None if self.identity.with_adapter else self.identity.hf_checkpoint
         if root is None:
             return Start(None, initial)
         if config.ckpt_step is not None or is_checkpoint_root(root):
@@ -190,12 +198,12 @@ class RunCheckpoints:
         if different:
             raise ValueError(
                 f"checkpoint {folder} was trained with another tokenizer than that of "
-                f"--hf-checkpoint {self.hf_checkpoint}: {', '.join(different)}; give the "
-                "model of that run"
+                f"--hf-checkpoint {self.identity.hf_checkpoint}: {', '.join(different)}; give "
+                "the model of that run"
             )
 
     def _warn_of_changes(self, folder: Path, state: TrainerState) -> None:
-        different = changes(state.get("settings", {}), self.settings)
+        different = changes(state.get("settings", {}), self.identity.settings)
         tokenizer = self.tokenizer or {}
         if CHAT_TEMPLATE in tokenizer:
             template = {CHAT_TEMPLATE: tokenizer[CHAT_TEMPLATE]}
@@ -252,9 +260,9 @@ class RunCheckpoints:
         state = {
             **state,
             "version": __version__,
-            "argv": self.argv,
+            "argv": self.identity.argv,
             "reference": self.reference,
-            "settings": self.settings,
+            "settings": self.identity.settings,
             "tokenizer": self.tokenizer or {},
         }
         if self._is_due(rollouts, last=last):
@@ -336,23 +344,17 @@ def world_size_change(state: TrainerState, layout: ParallelLayout) -> str | None
     )
 
 
-def reference_model(config: RunConfig) -> tuple[str | None, int | None]:
-    """Folder of the reference model, None without one, and the checkpoint's step in it."""
-    model = config.model
-    folder = model.hf_checkpoint if config.reference_is_base else model.ref_load
-    return (folder if needs_reference(config.algorithm) else None), model.ref_ckpt_step
-
-
-def reference_digest(folder: str | None, step: int | None) -> str | None:
+def reference_digest(run: RunIdentity) -> str | None:
     """Digest of the reference model, None without one. Its weights never change, so a checkpoint
     stores only this."""
-    if folder is None:
+    if run.reference is None:
         return None
-    if not is_checkpoint_root(folder):
-        return weights_digest(folder)
+    if not is_checkpoint_root(run.reference):
+        return weights_digest(run.reference)
+    step = run.reference_step
     if step is None:
-        step, _ = newest_step(folder, "--ref-load")
-    return hash_file(checkpoint_folder(folder, step) / MANIFEST).sha256[:24]
+        step, _ = newest_step(run.reference, "--ref-load")
+    return hash_file(checkpoint_folder(run.reference, step) / MANIFEST).sha256[:24]
 
 
 def describe_save(report: SaveReport, root: Path) -> str:

@@ -4,19 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sized
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
 
 from arguments.run_config import RunConfig
+from slime_like.advantages.registry import advantage_estimators
 from slime_like.batching.builder import BatchBuilder
-from slime_like.batching.outcomes import advantage_settings, outcome_readers
+from slime_like.batching.factory import advantage_settings, outcome_readers
 from slime_like.batching.settings import BatchSettings
 from slime_like.batching.user_hooks import TrainHooks
 from slime_like.data.tokenizer import load_tokenizer
 from slime_like.distributed.signals import StopConditions
-from slime_like.guards.rollout import RolloutGuards, train_rollout_limit
+from slime_like.guards.rollout import RolloutGuards
 from slime_like.megatron.backend import MegatronBackend
+from slime_like.megatron.factory import needs_reference
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.metrics.progress import Progress
+from slime_like.preflight.flops import forward_flops, peak_tflops
+from slime_like.text import mask_argv
+from slime_like.trainer.checkpointing import RunCheckpoints, RunIdentity
+from slime_like.trainer.sampling_factory import staleness_bound, train_rollout_limit
+from slime_like.trainer.saved_settings import settings_of
+from slime_like.trainer.strategy import ReinforcementLearning, Strategy, SupervisedFineTuning
+from slime_like.trainer.throughput import Throughput
 from slime_like.trainer.train_step import TrainStep
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 def run_tokenizer(config: RunConfig) -> object:
@@ -124,3 +139,64 @@ def make_train_step(
         patience=config.guards.max_consecutive_skipped_steps,
         kl_vanishes_at=config.critic.num_critic_only_steps if from_reference else None,
     )
+
+
+def make_strategy(config: RunConfig) -> Strategy:
+    """The strategy of --loss-type."""
+    if config.algorithm.loss_type == "sft_loss":
+        return SupervisedFineTuning(config.rollout.rollout_max_response_len)
+    path = config.scheduling.rollout_function_path
+    estimator = advantage_estimators.get(config.algorithm.advantage_estimator)
+    return ReinforcementLearning(
+        recorded=config.debug.load_debug_rollout_data is not None,
+        staleness=staleness_bound(config),
+        source="the engine" if path is None else f"--rollout-function-path {path}",
+        max_failed=config.guards.max_failed_samples,
+        max_abs_reward=config.reward.max_abs_reward,
+        reward_trains=not config.rewards_are_zero,
+        divides_by_mean=getattr(estimator, "divides_by_mean", False),
+    )
+
+
+def throughput_of(config: RunConfig, backend: MegatronBackend) -> Throughput:
+    """The throughput of a run. A teacher's FLOPs are not counted: its size may differ."""
+    device = ""
+    if backend.device.type == "cuda":
+        device = torch.cuda.get_device_name(backend.device)
+    passes = 0
+    if backend.teacher is None:
+        passes = (not config.old_is_current) + (backend.reference is not None)
+    return make_throughput(config, backend.layout.world_size, device, log_prob_passes=passes)
+
+
+def make_throughput(
+    config: RunConfig, devices: int, device: str, *, log_prob_passes: int
+) -> Throughput:
+    """device: its name; "" for the CPU, which has no known peak."""
+    return Throughput(
+        forward_flops(config.megatron.transformer, config.gpt),
+        peak_tflops=config.profiling.device_peak_tflops or peak_tflops(device),
+        devices=devices,
+        log_prob_passes=log_prob_passes,
+        lora=config.lora.lora_rank > 0,
+        critic_lora=config.critic.critic_lora_rank > 0,
+    )
+
+
+def make_checkpoints(
+    config: RunConfig,
+    layout: ParallelLayout,
+    backend: MegatronBackend,
+    tokenizer: PreTrainedTokenizerBase,
+) -> RunCheckpoints:
+    model = config.model
+    reference = model.hf_checkpoint if config.reference_is_base else model.ref_load
+    identity = RunIdentity(
+        settings_of(config),
+        mask_argv(config.argv),
+        hf_checkpoint=model.hf_checkpoint,
+        with_adapter=config.lora.lora_adapter_path is not None,
+        reference=reference if needs_reference(config.algorithm) else None,
+        reference_step=model.ref_ckpt_step,
+    )
+    return RunCheckpoints(config.checkpoint, config.critic, identity, layout, backend, tokenizer)

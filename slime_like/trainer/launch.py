@@ -221,7 +221,7 @@ def train_in(
         if config.profiling.profile or config.profiling.record_memory_history:
             from slime_like.trainer.profiling import profiler_of
 
-            profiler = profiler_of(config, output_dir, layout.rank)
+            profiler = profiler_of(config.profiling, output_dir, layout.rank)
             if profiler is not None:
                 on_phase = both(on_phase, profiler.enter)
                 traced = profiler.rollout

@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from arguments.run_config import RunConfig
 from arguments.schema import ProfilingConfig
 from slime_like.checkpoints.files import writes_to
 from slime_like.metrics.timeline import BETWEEN
@@ -20,14 +19,11 @@ FOLDER = "profile"  # in the output folder
 MEMORY_EVENTS = 1_000_000  # newest allocations and frees that are kept
 
 
-def profiler_of(config: RunConfig, output_dir: Path, rank: int) -> Profiler | None:
+def profiler_of(config: ProfilingConfig, output_dir: Path, rank: int) -> Profiler | None:
     """The profiler of this rank; None if the rank is not profiled."""
-    profiling = config.profiling
-    if rank not in profiling.profile_ranks or not (
-        profiling.profile or profiling.record_memory_history
-    ):
+    if rank not in config.profile_ranks or not (config.profile or config.record_memory_history):
         return None
-    return Profiler(profiling, output_dir / FOLDER, rank)
+    return Profiler(config, output_dir / FOLDER, rank)
 
 
 class Profiler:

@@ -3,34 +3,51 @@ supervised."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from arguments.run_config import RunConfig
+from arguments.schema import AlgorithmConfig, RolloutConfig
+from slime_like.data.group_buffer import GroupBuffer
 from slime_like.data.prompts import PromptSource
 from slime_like.data.tokenizer import special_token_ids
 from slime_like.rollout.answer_metrics import answer_metrics
 from slime_like.rollout.async_rollout import AsyncRolloutQueue
-from slime_like.rollout.evaluate import Evaluator
+from slime_like.rollout.collector import Collector
 from slime_like.rollout.generated import GeneratedRollout
 from slime_like.rollout.group_rows import waiting_from_rows
-from slime_like.rollout.hooks import UserSource
+from slime_like.rollout.hooks import UserRollout, UserSource
 from slime_like.rollout.offline_groups import recorded_groups, supervised_groups
-from slime_like.rollout.prompt_source import check_source
 from slime_like.rollout.remax_baseline import with_greedy_rewards
 from slime_like.rollout.rollouter import Rollouter, training_sampling
 from slime_like.rollout.self_teacher import TeacherPrompts
 from slime_like.rollout.shared_groups import RankZeroJson, SamplingPosition, share_from_rank_zero
 from slime_like.rollout.teacher_client import ServedTeacher
 from slime_like.samples.groups import SampleGroup
-from slime_like.trainer.sampling_factory import make_collector, needs_greedy, staleness_bound
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from slime_like.checkpoints.state import AheadRow, SamplingState, TrainerState
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutSettings:
+    """What a rollout is made of."""
+
+    rollout: RolloutConfig
+    algorithm: AlgorithmConfig
+    recording: str | None  # --load-debug-rollout-data
+    vocab_size: int | None
+    trains: bool  # not --debug-rollout-only
+    has_agents: bool
+    needs_greedy: bool
+    async_staleness: int | None  # maximum staleness of --async-rollout; None without it
 
 
 class RolloutManager:
@@ -39,17 +56,19 @@ class RolloutManager:
 
     def __init__(
         self,
-        config: RunConfig,
+        settings: RolloutSettings,
         source: PromptSource | UserSource | None,
         rollouter: Rollouter | None,
-        evaluator: Evaluator | None,
+        collector: Collector | UserRollout | None,
+        buffer: GroupBuffer | None,
         tokenizer: PreTrainedTokenizerBase,
         *,
         num_rollouts: int,
         teacher: ServedTeacher | TeacherPrompts | None = None,
     ) -> None:
-        """source, rollouter, evaluator, teacher: None if the run needs none."""
-        self.config = config
+        """source, rollouter, collector, teacher: None if the run needs none. buffer: next prompts
+        to sample; None if the user brings a source."""
+        self.settings = settings
         self.num_rollouts = num_rollouts
         self._source = source
         self._rollout_id = -1  # the latest rollout that was returned
@@ -57,25 +76,34 @@ class RolloutManager:
         self._tokenizer = tokenizer
         self._special_ids = special_token_ids(tokenizer)
         self._teacher = teacher
-        self._has_agents = config.agents.given
-        self._needs_greedy = needs_greedy(config)
-        self._is_sft = config.algorithm.loss_type == "sft_loss"
-        # buffer: next prompts to sample
-        self._collector, self.buffer = make_collector(config, rollouter, source, evaluator)
+        self._collector = collector
+        self.buffer = buffer
         self.queue = self._make_queue()
 
     def generate(self, step: int) -> GeneratedRollout:
         """A graded rollout. step: from 0."""
-        config = self.config
+        settings = self.settings
+        rollout = settings.rollout
         self._rollout_id = step
-        if config.debug.load_debug_rollout_data:
-            recorded = share_from_rank_zero(lambda: recorded_groups(config, step))
+        if template := settings.recording:
+            expected = rollout.rollout_batch_size * rollout.n_samples_per_prompt
+            recorded = share_from_rank_zero(
+                lambda: recorded_groups(
+                    template, step, expected=expected, vocab_size=settings.vocab_size
+                )
+            )
             return self._add_teacher(recorded, {}, None)
-        if self._is_sft:
+        if settings.algorithm.loss_type == "sft_loss":
             assert isinstance(self._source, PromptSource)
-            prompts = self._source.next_prompts(config.rollout.rollout_batch_size)
-            return GeneratedRollout.of(*supervised_groups(config, prompts, self._tokenizer))
-        if not config.scheduling.async_rollout:
+            prompts = self._source.next_prompts(rollout.rollout_batch_size)
+            groups, metrics = supervised_groups(
+                settings.algorithm,
+                prompts,
+                self._tokenizer,
+                max_response_len=rollout.rollout_max_response_len,
+            )
+            return GeneratedRollout.of(groups, metrics)
+        if settings.async_staleness is None:
             return self._sample(step)
         assert self.queue is not None
         self.queue.allow(min(step + self.queue.max_staleness, self.num_rollouts - 1))
@@ -130,15 +158,15 @@ class RolloutManager:
     def _prefetch_problem(self, rollouts: Sequence[AheadRow]) -> str | None:
         """Why this run cannot train on the checkpoint's prefetched rollouts; None if it can."""
         count = len(rollouts)
-        config = self.config.rollout
+        rollout = self.settings.rollout
         outcome = "sampled again" if self.user_source is None else "lost"
         text = f"{count} rollouts that the checkpoint's run had sampled ahead are {outcome}: "
         if self.queue is None or self.queue.max_staleness < count:
             return text + "this run's --async-rollout and --max-staleness do not allow them"
         for row in rollouts:
             sizes = {len(group["samples"]) for group in row["groups"]}
-            has_all_groups = len(row["groups"]) == config.rollout_batch_size
-            if not has_all_groups or sizes != {config.n_samples_per_prompt}:
+            has_all_groups = len(row["groups"]) == rollout.rollout_batch_size
+            if not has_all_groups or sizes != {rollout.n_samples_per_prompt}:
                 return text + "--rollout-batch-size or --n-samples-per-prompt has changed"
         return None
 
@@ -155,8 +183,8 @@ class RolloutManager:
         self._rollouter.rollout_id = step
         collected = self._collector.collect(step)
         groups = collected.groups
-        if self._needs_greedy:
-            sampling = training_sampling(self.config.rollout)
+        if self.settings.needs_greedy:
+            sampling = training_sampling(self.settings.rollout)
             groups = with_greedy_rewards(self._rollouter, collected.prompts, groups, sampling)
         return self._add_teacher(groups, collected.metrics, self._rollouter.group)
 
@@ -166,11 +194,11 @@ class RolloutManager:
         """Add log-probs of a served teacher or self-distillation prompts to the groups, and agent
         metrics to the metrics."""
         metrics = metrics | answer_metrics(groups, self._special_ids, group)
-        if self._has_agents:
+        if self.settings.has_agents:
             from slime_like.agents.episode_samples import agent_metrics
 
             metrics = metrics | agent_metrics(groups, group)
-        if self._teacher is None or self.config.debug.debug_rollout_only:
+        if self._teacher is None or not self.settings.trains:
             return GeneratedRollout.of(groups, metrics)
         groups, teacher_metrics = self._teacher.grade(groups, group)
         return GeneratedRollout.of(groups, metrics | teacher_metrics)
@@ -180,17 +208,14 @@ class RolloutManager:
         the queue's state is used."""
         if self._collector is None or self._rollouter is None:
             return None
-        max_staleness = 0
-        if self.config.scheduling.async_rollout:
+        staleness = self.settings.async_staleness
+        if staleness is not None:
             # its own group: the training thread uses the default group concurrently
             self._rollouter.group = dist.new_group(backend="gloo")
-            bound = staleness_bound(self.config)
-            assert bound is not None
-            max_staleness = bound
         return AsyncRolloutQueue(
             self._sample,
             self._position,
-            max_staleness=max_staleness,
+            max_staleness=staleness or 0,
             json=RankZeroJson(self._rollouter),
         )
 
@@ -204,3 +229,14 @@ class RolloutManager:
     def user_source(self) -> UserSource | None:
         """The source of --data-source-path, if any."""
         return None if isinstance(self._source, PromptSource) else self._source
+
+
+def check_source(source: PromptSource | UserSource, position: Mapping[str, object]) -> None:
+    """Raise ValueError if the checkpoint's position belongs to another kind of source."""
+    saved = position.get("data_source")
+    if (saved is None) == isinstance(source, PromptSource):
+        return
+    raise ValueError(
+        f"the checkpoint's run drew its prompts from {saved or '--prompt-data'}, so its position "
+        "cannot be resumed here; give the same source, or --finetune"
+    )

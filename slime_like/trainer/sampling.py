@@ -3,72 +3,48 @@ servers share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from arguments.run_config import RunConfig
-from slime_like.data.prompts import PromptSource
-from slime_like.megatron.backend import MegatronBackend
 from slime_like.metrics.progress import Progress
-from slime_like.rollout.evaluate import make_evaluator
+from slime_like.rollout.evaluate import Evaluator
 from slime_like.rollout.generated import GeneratedRollout
-from slime_like.rollout.hooks import UserSource
+from slime_like.rollout.hooks import UserRollout
+from slime_like.rollout.rollouter import Rollouter
 from slime_like.samples.index import AnySample
 from slime_like.trainer.rollout_manager import RolloutManager
-from slime_like.trainer.sampling_factory import function_evaluator, make_rollouter, make_teacher
-from slime_like.types import Prompt
-from slime_like.weight_sync.sync import make_weight_sync
+from slime_like.weight_sync.sync import WeightSync
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from slime_like.megatron.offload import TrainerMemory
 
 
 class Sampling:
-    """The engine side of a run. Collective over all ranks. source, eval_prompts: see `make_source`
-    and `load_prompts`."""
+    """The engine side of a run. Collective over all ranks.
+
+    rollouter, weights, evaluator: None if the run needs none. trainer_memory: what the trainer
+    releases while servers generate; None if they do not share GPUs.
+    """
 
     def __init__(
         self,
-        config: RunConfig,
-        backend: MegatronBackend,
-        tokenizer: PreTrainedTokenizerBase,
+        rollout_manager: RolloutManager,
+        rollouter: Rollouter | None,
+        weights: WeightSync | None,
+        evaluator: Evaluator | UserRollout | None,
         progress: Progress,
         *,
-        source: PromptSource | UserSource | None,
-        eval_prompts: Mapping[str, Sequence[Prompt]],
-        num_rollouts: int,
-        output_dir: Path,
+        trainer_memory: TrainerMemory | None,
     ) -> None:
+        self.rollout_manager = rollout_manager
+        self._rollouter = rollouter
+        self._weights = weights
+        self.evaluator = evaluator
         self._progress = progress
-        self._rollouter = make_rollouter(config, backend, tokenizer, output_dir=output_dir)
-        teacher = make_teacher(config, tokenizer)
-        self._weights = make_weight_sync(
-            config, backend, None if self._rollouter is None else self._rollouter.engine, progress
-        )
-        evaluator = make_evaluator(config, self._rollouter, eval_prompts)
-        self.rollout_manager = RolloutManager(
-            config,
-            source,
-            self._rollouter,
-            evaluator,
-            tokenizer,
-            num_rollouts=num_rollouts,
-            teacher=teacher,
-        )
-        self._trainer_memory: TrainerMemory | None = None
-        if config.sglang.offload_train and self._rollouter is not None:
-            from slime_like.megatron.offload import TrainerMemory
-            from slime_like.megatron.trained_network import TrainedNetwork
-
-            networks = (backend.policy, backend.critic)
-            trained = [each for each in networks if isinstance(each, TrainedNetwork)]
-            self._trainer_memory = TrainerMemory(trained)
+        self._trainer_memory = trainer_memory
         self._offloaded_gb = 0.0
-        prompts = self.rollout_manager.buffer or self.rollout_manager.user_source
-        self.evaluator = function_evaluator(config, self._rollouter, evaluator, prompts)
 
     def deliver_early(
         self, deliver: Callable[[int, Sequence[AnySample], dist.ProcessGroup | None], None]

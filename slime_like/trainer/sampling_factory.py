@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 
 from arguments.function_args import function_args
+from arguments.hf.quantization import folder_quantization
 from arguments.rules.distillation import server_url
 from arguments.rules.scheduling import OWN_ROLLOUT
 from arguments.run_config import RunConfig
@@ -17,13 +20,16 @@ from slime_like.advantages import TokenEstimator, advantage_estimators
 from slime_like.data.group_buffer import GroupBuffer
 from slime_like.data.prompt_format import PromptFormat, RowKeys
 from slime_like.data.prompts import PromptSource
-from slime_like.engines.base import num_generating_ranks
-from slime_like.engines.registry import EngineContext, rollout_engines
+from slime_like.engines.base import RolloutEngine, num_generating_ranks
+from slime_like.engines.registry import EngineContext, engine_traits, rollout_engines
 from slime_like.megatron.backend import MegatronBackend
+from slime_like.megatron.trained_network import TrainedNetwork
+from slime_like.metrics.progress import Progress
 from slime_like.rewards import confinement
 from slime_like.rewards.grader import Grader
 from slime_like.rollout.collector import Collector
 from slime_like.rollout.evaluate import Evaluator
+from slime_like.rollout.factory import make_evaluator
 from slime_like.rollout.hooks import (
     UserRollout,
     UserSource,
@@ -36,6 +42,10 @@ from slime_like.rollout.hooks import (
 from slime_like.rollout.rollouter import Rollouter, training_sampling
 from slime_like.rollout.self_teacher import TeacherPrompts
 from slime_like.rollout.teacher_client import ServedTeacher, TeacherSettings
+from slime_like.trainer.rollout_manager import RolloutManager, RolloutSettings
+from slime_like.trainer.sampling import Sampling
+from slime_like.types import Prompt
+from slime_like.weight_sync.sync import WeightSync
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -75,11 +85,13 @@ def make_collector(
         flag = "--rollout-function-path"
         return rollout_function(config, path, flag, rollouter, buffer, evaluator), buffer
     collector = Collector(
-        config,
+        config.scheduling,
+        config.rollout,
         rollouter,
         buffer,
         training_sampling(config.rollout),
         group_filters(config),
+        max_failed=config.guards.max_failed_samples,
         streams=streams,
     )
     return collector, buffer
@@ -158,7 +170,7 @@ def make_rollouter(
             logger.warning(f"graders run without {layer}")
     custom = custom_generate(config)
     if config.agents.given:
-        from slime_like.agents.rollouts import agent_generate
+        from slime_like.agents.factory import agent_generate
 
         custom = agent_generate(config, tokenizer, dist.get_rank(), output_dir)
     return Rollouter(
@@ -195,3 +207,98 @@ def make_teacher(
     teacher = ServedTeacher(settings, tokenizer)
     teacher.probe()
     return teacher
+
+
+def make_weight_sync(
+    config: RunConfig, backend: MegatronBackend, engine: RolloutEngine | None, progress: Progress
+) -> WeightSync | None:
+    """The weight sync of a run with an engine, with a check if the engine is remote."""
+    if engine is None:
+        return None
+    check = None
+    if engine.is_remote:
+        from slime_like.weight_sync.check import WeightCheck
+
+        limit = train_rollout_limit(config)
+        check = WeightCheck(backend, engine, limit=limit, seed=config.data.rollout_seed)
+    always = config.sglang.check_weight_update_equal
+    return WeightSync(backend, engine, progress, check=check, check_always=always)
+
+
+def train_rollout_limit(config: RunConfig) -> float:
+    """Largest legal mean log-prob difference between trainer and rollout engine, in nats."""
+    if config.guards.max_train_rollout_diff is not None:
+        return config.guards.max_train_rollout_diff
+    exact = (
+        config.megatron.transformer.params_dtype == torch.float32
+        and not torch.cuda.is_available()
+        and not serves_quantized(config)
+    )
+    return 1e-3 if exact else 0.1
+
+
+def serves_quantized(config: RunConfig) -> bool:
+    """Whether servers hold quantised weights, in the format of --hf-checkpoint."""
+    folder = config.model.hf_checkpoint
+    takes_quantized = engine_traits(config.rollout.rollout_engine).takes_quantized
+    return takes_quantized and bool(folder and folder_quantization(folder))
+
+
+def make_sampling(
+    config: RunConfig,
+    backend: MegatronBackend,
+    tokenizer: PreTrainedTokenizerBase,
+    progress: Progress,
+    *,
+    source: PromptSource | UserSource | None,
+    eval_prompts: Mapping[str, Sequence[Prompt]],
+    num_rollouts: int,
+    output_dir: Path,
+) -> Sampling:
+    """The engine side of a run. Collective. source, eval_prompts: see `make_source` and
+    `load_prompts`."""
+    rollouter = make_rollouter(config, backend, tokenizer, output_dir=output_dir)
+    teacher = make_teacher(config, tokenizer)
+    engine = None if rollouter is None else rollouter.engine
+    weights = make_weight_sync(config, backend, engine, progress)
+    evaluator = make_evaluator(config, rollouter, eval_prompts)
+    collector, buffer = make_collector(config, rollouter, source, evaluator)
+    manager = RolloutManager(
+        rollout_settings(config),
+        source,
+        rollouter,
+        collector,
+        buffer,
+        tokenizer,
+        num_rollouts=num_rollouts,
+        teacher=teacher,
+    )
+    trainer_memory = None
+    if config.sglang.offload_train and rollouter is not None:
+        from slime_like.megatron.offload import TrainerMemory
+
+        networks = (backend.policy, backend.critic)
+        trained = [each for each in networks if isinstance(each, TrainedNetwork)]
+        trainer_memory = TrainerMemory(trained)
+    prompts = manager.buffer or manager.user_source
+    return Sampling(
+        manager,
+        rollouter,
+        weights,
+        function_evaluator(config, rollouter, evaluator, prompts),
+        progress,
+        trainer_memory=trainer_memory,
+    )
+
+
+def rollout_settings(config: RunConfig) -> RolloutSettings:
+    return RolloutSettings(
+        config.rollout,
+        config.algorithm,
+        recording=config.debug.load_debug_rollout_data,
+        vocab_size=config.gpt.vocab_size,
+        trains=not config.debug.debug_rollout_only,
+        has_agents=config.agents.given,
+        needs_greedy=needs_greedy(config),
+        async_staleness=staleness_bound(config) if config.scheduling.async_rollout else None,
+    )

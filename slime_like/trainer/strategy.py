@@ -6,8 +6,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 
-from arguments.run_config import RunConfig
-from slime_like.advantages.registry import advantage_estimators
 from slime_like.batching.builder import BatchBuilder, Batches
 from slime_like.batching.outcomes import check_rewards
 from slime_like.distributed.collectives import from_rank_zero
@@ -27,7 +25,6 @@ from slime_like.rollout.metrics import (
     rollout_metrics,
 )
 from slime_like.samples.index import AnySample
-from slime_like.trainer.sampling_factory import staleness_bound
 
 logger = logging.getLogger(__name__)
 
@@ -176,20 +173,3 @@ class SupervisedFineTuning:
 
 
 Strategy = ReinforcementLearning | SupervisedFineTuning
-
-
-def make_strategy(config: RunConfig) -> Strategy:
-    """The strategy of --loss-type."""
-    if config.algorithm.loss_type == "sft_loss":
-        return SupervisedFineTuning(config.rollout.rollout_max_response_len)
-    path = config.scheduling.rollout_function_path
-    estimator = advantage_estimators.get(config.algorithm.advantage_estimator)
-    return ReinforcementLearning(
-        recorded=config.debug.load_debug_rollout_data is not None,
-        staleness=staleness_bound(config),
-        source="the engine" if path is None else f"--rollout-function-path {path}",
-        max_failed=config.guards.max_failed_samples,
-        max_abs_reward=config.reward.max_abs_reward,
-        reward_trains=not config.rewards_are_zero,
-        divides_by_mean=getattr(estimator, "divides_by_mean", False),
-    )

@@ -4,35 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import torch
-
-from arguments.run_config import RunConfig
-from slime_like.megatron.backend import MegatronBackend
 from slime_like.metrics.timers import STEP_SECONDS, phase_metric
-from slime_like.preflight.flops import TERA, ForwardFlops, forward_flops, peak_tflops
+from slime_like.preflight.flops import TERA, ForwardFlops
 
 
 class Throughput:
     """Computes throughput metrics from phase times and sequence lengths.
 
     Args:
-        config: Configuration, possibly with --device-peak-tflops.
+        flops: Of a forward pass of the policy.
+        peak_tflops: Of a device; None if it is not known.
         devices: Number of trainer devices, without devices used only by rollout engines.
-        device: Device name; "" for the CPU, which has no known peak.
         log_prob_passes: Forward passes of the policy's size in the log_probs phase.
+        lora, critic_lora: Whether policy and critic train adapters only.
     """
 
     def __init__(
-        self, config: RunConfig, *, devices: int, device: str, log_prob_passes: int
+        self,
+        flops: ForwardFlops,
+        *,
+        peak_tflops: float | None,
+        devices: int,
+        log_prob_passes: int,
+        lora: bool = False,
+        critic_lora: bool = False,
     ) -> None:
-        self._flops: ForwardFlops = forward_flops(config.megatron.transformer, config.gpt)
-        self._peak = config.profiling.device_peak_tflops or peak_tflops(device)
+        self._flops = flops
+        self._peak = peak_tflops
         self._devices = devices
         self._passes = log_prob_passes
         # 3 matmuls per weight: forward, input gradient, weight gradient; with LoRA the base weights
         # have no weight gradient
-        self._of_weights = 2.0 if config.lora.lora_rank else 3.0
-        self._of_critic = 2.0 if config.critic.critic_lora_rank else 3.0
+        self._of_weights = 2.0 if lora else 3.0
+        self._of_critic = 2.0 if critic_lora else 3.0
 
     def metrics(
         self, lengths: Sequence[tuple[int, int]], seconds: Mapping[str, float]
@@ -71,16 +75,3 @@ class Throughput:
                 if (tflops := metrics.get(f"perf/{metric}_tflops")) is not None:
                     metrics[name] = tflops / self._peak
         return metrics
-
-
-def throughput_of(config: RunConfig, backend: MegatronBackend) -> Throughput:
-    """The throughput of a run. A teacher's FLOPs are not counted: its size may differ."""
-    device = ""
-    if backend.device.type == "cuda":
-        device = torch.cuda.get_device_name(backend.device)
-    passes = 0
-    if backend.teacher is None:
-        passes = (not config.old_is_current) + (backend.reference is not None)
-    return Throughput(
-        config, devices=backend.layout.world_size, device=device, log_prob_passes=passes
-    )

@@ -24,25 +24,25 @@ from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.metrics.logger import MetricsLogger, to_json
 from slime_like.metrics.names import UNKNOWN_VERSIONS
 from slime_like.metrics.timers import speed_and_memory
-from slime_like.rollout.evaluate import Evaluator, load_prompts
-from slime_like.rollout.prompt_source import make_source
+from slime_like.rollout.evaluate import Evaluator
+from slime_like.rollout.factory import load_prompts, make_source
 from slime_like.samples.exchange import with_branches
 from slime_like.samples.index import AnySample
 from slime_like.samples.masking import check_sampling_masks
-from slime_like.trainer.checkpointing import RunCheckpoints
 from slime_like.trainer.factory import (
     make_batch_builder,
+    make_checkpoints,
     make_progress,
+    make_strategy,
     make_train_step,
     num_rollouts,
     rollout_guards,
     run_tokenizer,
     steps_per_rollout,
     stop_conditions,
+    throughput_of,
 )
-from slime_like.trainer.sampling import Sampling
-from slime_like.trainer.strategy import make_strategy
-from slime_like.trainer.throughput import throughput_of
+from slime_like.trainer.sampling_factory import make_sampling
 
 if TYPE_CHECKING:
     from slime_like.checkpoints.state import TrainerState
@@ -92,7 +92,7 @@ class Trainer:
         self._lengths: list[tuple[int, int]] = []
         if backend.critic is not None and backend.critic.layout is not layout:
             logger.info(f"critic: {backend.critic.layout.describe()}")
-        self.sampling = Sampling(
+        self.sampling = make_sampling(
             config,
             backend,
             tokenizer,
@@ -115,7 +115,7 @@ class Trainer:
         ):
             self.sampling.deliver_early(self.batch_builder.deliver_early)
         self.stop = stop_conditions(config, layout.rank)
-        self.checkpoints = RunCheckpoints(config, layout, backend, tokenizer)
+        self.checkpoints = make_checkpoints(config, layout, backend, tokenizer)
         start = self.checkpoints.load()
         self.train_step = make_train_step(
             config, backend, guards, progress, start.initial_policy, hooks

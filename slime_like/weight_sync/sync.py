@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from arguments.run_config import RunConfig
 from slime_like.engines.base import RolloutEngine
 from slime_like.errors import RunError
-from slime_like.guards.rollout import train_rollout_limit
 from slime_like.megatron.backend import MegatronBackend
 from slime_like.metrics.progress import Progress
 
@@ -62,19 +60,3 @@ class WeightSync:
             if self._check is not None and (self._check_always or not self._checked_once):
                 self.metrics |= self._check.run(version)
                 self._checked_once = True
-
-
-def make_weight_sync(
-    config: RunConfig, backend: MegatronBackend, engine: RolloutEngine | None, progress: Progress
-) -> WeightSync | None:
-    """The weight sync of a run with an engine, with a check if the engine is remote."""
-    if engine is None:
-        return None
-    check = None
-    if engine.is_remote:
-        from slime_like.weight_sync.check import WeightCheck
-
-        limit = train_rollout_limit(config)
-        check = WeightCheck(backend, engine, limit=limit, seed=config.data.rollout_seed)
-    always = config.sglang.check_weight_update_equal
-    return WeightSync(backend, engine, progress, check=check, check_always=always)

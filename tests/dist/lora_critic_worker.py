@@ -18,6 +18,7 @@ from slime_like.megatron.lora import LoraNetwork
 from slime_like.megatron.lora.base import VALUE_HEAD
 from slime_like.megatron.lora.gather import gather_factors, set_factors
 from slime_like.megatron.parallel_layout import ParallelLayout
+from slime_like.tinker.factory import make_model_host
 from slime_like.tinker.losses import CRITIC_LOSS
 from slime_like.tinker.worker_backend import ModelHost
 from tests.dist.float64 import WithoutFloat32, precise
@@ -36,7 +37,7 @@ ADAPTER = {"rank": 3, "seed": 5, "train_attn": True, "train_mlp": True, "train_u
 
 def make_host(folder: str, layout: ParallelLayout, flags: str = "") -> ModelHost:
     """With a policy and its critic, adapters both."""
-    host = ModelHost(
+    host = make_model_host(
         precise(
             parse_args(["--hf-checkpoint", folder, *flags.split()], dist.get_world_size(), SERVER)
         ),

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import megatron_patches
+from slime_like.tinker.factory import make_model_host
 
 megatron_patches.apply()
 
@@ -58,7 +59,7 @@ def trained(model: Path, *flags: str) -> dict[str, Any]:
     config = parse_args(["--hf-checkpoint", str(model), *flags], 1, SERVER)
     seen: dict[str, Any] = {"norms": [], "held": []}
     with process_groups(config.parallel, virtual_stages=None, seed=config.model.seed) as layout:
-        host = ModelHost(config, layout)
+        host = make_model_host(config, layout)
         for number, (name, lora) in enumerate(MODELS.items()):
             wanted = None if lora is None else {**lora, "seed": number}
             role = "critic" if name == "critic" else "policy"
@@ -135,7 +136,7 @@ def test_models_that_were_saved_and_loaded_wait_too(
         SERVER,
     )
     with process_groups(config.parallel, virtual_stages=None, seed=config.model.seed) as layout:
-        host = ModelHost(config, layout)
+        host = make_model_host(config, layout)
 
         def step(name: str, seed: int) -> float:
             host.execute(
@@ -187,7 +188,7 @@ def test_a_model_is_lost_by_a_load_only_if_something_was_read_into_it(
     """A damaged checkpoint that is found out before is refused, and the model trains on."""
     config = parse_args(["--hf-checkpoint", str(model), *flags], 1, SERVER)
     with process_groups(config.parallel, virtual_stages=None, seed=config.model.seed) as layout:
-        host = ModelHost(config, layout)
+        host = make_model_host(config, layout)
         loop = ModelWorker(host, layout)
         made = {"model": "m", "role": "policy", "policy": None, "lora": None}
         assert loop.execute({"op": "create", **made})["ok"]
@@ -215,7 +216,7 @@ def test_a_full_disk_is_reported_in_the_words_of_the_server(
     monkeypatch.setattr(save, "TRAINER_BYTES", 2**62)  # more than any disk has
     config = parse_args(["--hf-checkpoint", str(model)], 1, SERVER)
     with process_groups(config.parallel, virtual_stages=None, seed=config.model.seed) as layout:
-        host = ModelHost(config, layout)
+        host = make_model_host(config, layout)
         loop = ModelWorker(host, layout)
         made = {"model": "m", "role": "policy", "policy": None, "lora": None}
         assert loop.execute({"op": "create", **made})["ok"]

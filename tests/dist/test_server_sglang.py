@@ -25,9 +25,9 @@ from slime_like.sglang.http import Deadlines, Retries
 from slime_like.sglang.requests import RequestSettings
 from slime_like.sglang.server_pool import HealthSettings, ServerPool
 from slime_like.tinker.errors import Refused
+from slime_like.tinker.factory import make_model_host
 from slime_like.tinker.sampler import SampleCommand, seed_of
 from slime_like.tinker.sglang_sampler import SglangSampler, snapshot_transport, snapshot_updater
-from slime_like.tinker.worker_backend import ModelHost
 from tests.fake_sglang import FakeServer, changed, fake_servers, make_served_model, status
 from tests.quantized_models import fp8_config, fp8_matrix, write_model
 
@@ -220,7 +220,7 @@ def test_a_model_in_fp8_and_its_servers(tmp_path: Path, alone: Any) -> None:
     with fake_servers(base, 1) as (server,):
         words = f"--hf-checkpoint {base} --server-dir {tmp_path / 'server'} --rollout-engine sglang --no-sglang-router "
         words += f"--rollout-external-engine-addrs {server.address}"
-        host = ModelHost(parse_args(words.split(), 1, SERVER), alone)
+        host = make_model_host(parse_args(words.split(), 1, SERVER), alone)
         host.do_create(model="m", role="policy", policy=None, lora=None)
         host.do_export(model="m", folder=str(tmp_path / "snapshot"))
         written, source = (

@@ -377,3 +377,61 @@ def test_the_walk_over_imports_sees_what_it_should(tmp_path: Path) -> None:
     )
     assert imports_of(file) == {"typing", "json", "slime_like.registry", "megatron.core"}
     assert "megatron.core" not in imports_of(file, at_import_time=True)
+
+
+# Modules in which a function or class may take the whole `RunConfig`, by what they do with it.
+# Everything else gets the groups of settings that it needs.
+WHOLE_RUN = {
+    "start a run, record it or look at all of it": (
+        "slime_like.preflight",
+        "slime_like.tinker.api_process",
+        "slime_like.tinker.fingerprint",
+        "slime_like.tinker.launch",
+        "slime_like.tinker.worker",
+        "slime_like.trainer.launch",
+        "slime_like.trainer.python_api",
+        "slime_like.trainer.run_record",
+        "slime_like.trainer.saved_settings",
+        "slime_like.trainer.trainer",
+    ),
+    "build its parts": (
+        "slime_like.agents.factory",
+        "slime_like.batching.factory",
+        "slime_like.engines.registry",
+        "slime_like.engines.sglang.factory",
+        "slime_like.megatron.backend",
+        "slime_like.megatron.factory",
+        "slime_like.rollout.factory",
+        "slime_like.tinker.factory",
+        "slime_like.tinker.sglang_factory",
+        "slime_like.trainer.factory",
+        "slime_like.trainer.sampling_factory",
+    ),
+    "give it to functions of the user": (
+        "slime_like.batching.user_hooks",
+        "slime_like.compat.slime",
+        "slime_like.rollout.hooks",
+    ),
+}
+
+
+def takes_run_config(tree: ast.Module) -> bool:
+    """Whether a parameter or a field of a class is annotated with `RunConfig`."""
+    annotations = [
+        node.annotation
+        for node in ast.walk(tree)
+        if isinstance(node, ast.arg | ast.AnnAssign) and node.annotation is not None
+    ]
+    return any("RunConfig" in ast.unparse(annotation) for annotation in annotations)
+
+
+def test_components_take_their_own_settings() -> None:
+    allowed = [name for names in WHOLE_RUN.values() for name in names]
+    found = set()
+    for path in (ROOT / "slime_like").rglob("*.py"):
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        if takes_run_config(ast.parse(path.read_text(encoding="utf-8"))):
+            owner = [name for name in allowed if f"{module}.".startswith(f"{name}.")]
+            assert owner, f"{module} takes the whole RunConfig; give it the groups that it needs"
+            found.update(owner)
+    assert found == set(allowed)

@@ -174,12 +174,15 @@ def generate_rollout(
         return run(eval_rollout(args, rollout_id))[0]
     context = rollout_context()
     responder = context.responder
+    config = context.config
     collector = Collector(
-        context.config,
+        config.scheduling,
+        config.rollout,
         context.rollouter,
         _DataSourceGroups(data_source, context),
         responder.sampling,
-        replace(group_filters(context.config), removed_samples=None),
+        replace(group_filters(config), removed_samples=None),
+        max_failed=config.guards.max_failed_samples,
     )
     with StreamGeneration(responder, args.rollout_time_limit_s) as generation:
         collected = collector.collect_from(generation, rollout_id, decide_locally)

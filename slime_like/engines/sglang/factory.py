@@ -21,7 +21,7 @@ from slime_like.engines.registry import EngineContext
 from slime_like.engines.sglang.engine import SglangEngine
 from slime_like.errors import RunError
 from slime_like.sglang.http import CONTROL_S, Deadlines, RequestFailed, Retries
-from slime_like.sglang.launches import ROUTES_SETTING, engine_launches, start_processes
+from slime_like.sglang.launches import ROUTES_SETTING, ServedModel, engine_launches, start_processes
 from slime_like.sglang.node_agent import NodeAgent
 from slime_like.sglang.nodes import Node, find_nodes
 from slime_like.sglang.processes import LOOPBACK, EngineProcess, Launch, free_ports, router_command
@@ -124,7 +124,10 @@ def start_pool(
         )
         started = list[tuple[str, EngineProcess]]()
         if sglang.rollout_num_gpus is not None:
-            started = start_processes(engine_launches(config, nodes, device=device, logs=logs))
+            launches = engine_launches(
+                sglang, served_model(config), nodes, device=device, logs=logs
+            )
+            started = start_processes(launches)
         pool = ServerPool(
             addresses,
             started,
@@ -145,6 +148,16 @@ def start_pool(
         elif router is not None:
             router.close()
         raise
+
+
+def served_model(config: RunConfig) -> ServedModel:
+    """What the servers of a run load and report."""
+    assert config.model.hf_checkpoint is not None, "checked on the command line"
+    return ServedModel(
+        config.model.hf_checkpoint,
+        str(config.megatron.transformer.params_dtype).removeprefix("torch."),
+        config.rollout.use_rollout_routing_replay,
+    )
 
 
 def routes_format(config: RunConfig) -> RoutesFormat | None:

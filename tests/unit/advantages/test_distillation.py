@@ -210,7 +210,7 @@ REFUSED = [
      "--use-opd --opd-type megatron --opd-teacher-load {folder}/hf --opd-teacher-timeout-s 5",
      "--opd-teacher-timeout-s", "--opd-type megatron"),
     ("", SERVED + "--rollout-temperature 0.7", "--rollout-temperature",
-     "at temperature 1 over"),
+     "must be 1"),
     ("", SERVED + "--rollout-top-k 5 --renormalize-sampled-log-probs",
      "--renormalize-sampled-log-probs", "--opd-type sglang"),
     ("check_slime_opd_reward", "--custom-rm-path slime.rollout.on_policy_distillation.reward_func",

@@ -20,7 +20,7 @@ from slime_like.agents.server import Gateway
 from slime_like.agents.sessions import SessionLimits
 from slime_like.agents.task import Task
 from slime_like.agents.tasks import TaskQueue
-from slime_like.trainer.strategy import make_strategy
+from slime_like.trainer.factory import make_strategy
 from slime_like.types import Prompt, Sample, SampleStatus
 from tests.paths import ROOT
 from tests.unit.agents.test_server import END, Engine, model_of

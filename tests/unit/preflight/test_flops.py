@@ -21,7 +21,7 @@ from slime_like.preflight.fake_world import world_as_rank  # noqa: E402
 from slime_like.preflight.flops import TERA, ForwardFlops, forward_flops, peak_tflops  # noqa: E402
 from slime_like.preflight.one_rank import build_rank  # noqa: E402
 from slime_like.preflight.passes import run_micro_batch  # noqa: E402
-from slime_like.trainer.throughput import Throughput  # noqa: E402
+from slime_like.trainer.factory import make_throughput  # noqa: E402
 from tests.unit.command_lines import complete, problems_of  # noqa: E402
 from tests.unit.preflight.test_check import DELTA_NETS, GLM4, MINIMAX, MOE, tiny  # noqa: E402
 
@@ -122,7 +122,7 @@ def test_a_rollout(tmp_path: Path) -> None:
         ("adapter", ("--transformer-impl", "local", "--lora-rank", "4")),
     ):
         config = tiny(tmp_path, *more, "--device-peak-tflops", "0.5", world=1)
-        speed = Throughput(config, devices=2, device="", log_prob_passes=2)
+        speed = make_throughput(config, 2, "", log_prob_passes=2)
         seconds = {"perf/train_s": 2.0, "perf/log_probs_s": 1.0, "perf/step_s": 5.0}
         found[name] = speed.metrics([(30, 20), (10, 0)], seconds)
         flops = forward_flops(config.megatron.transformer, config.gpt)
@@ -138,7 +138,7 @@ def test_a_rollout(tmp_path: Path) -> None:
     }, rel=1e-12)  # fmt: skip
     saved = found["all"]["perf/actor_train_tflops"] - found["adapter"]["perf/actor_train_tflops"]
     assert saved == pytest.approx(weights / 2 / 2 / TERA, rel=1e-9)
-    assert Throughput(config, devices=1, device="", log_prob_passes=0).metrics([], seconds) == {}
+    assert make_throughput(config, 1, "", log_prob_passes=0).metrics([], seconds) == {}
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_peaks(device: str, peak: float | None) -> None:
 WRONG = {
     "--profile --profile-step-start 0 --profile-step-end 0": "must be >= 1",
     "--profile --profile-step-start 1 --profile-step-end 1": "must be above --profile-step-start 1",
-    "--profile": "--num-rollout 2; legal: 0 to 1",
+    "--profile": "must be below --num-rollout 2",
     "--use-pytorch-profiler --profile-step-start 0 --profile-ranks 0 1": "legal ranks: 0 to 0",
     "--memory-snapshot-num-steps 3": "--record-memory-history",
     "--record-memory-history": "requires a CUDA device",

@@ -17,6 +17,7 @@ from slime_like.agents.rollouts import AgentGenerate, Task
 from slime_like.agents.server import Gateway
 from slime_like.agents.sessions import SessionLimits
 from slime_like.batching import outcomes as reward_parts
+from slime_like.batching.factory import outcome_readers
 from slime_like.batching.outcomes import check_rewards
 from slime_like.compat.slime.function_results import read_eval_output
 from slime_like.compat.slime.samples import SlimeArgs, SlimeSample, from_slime
@@ -83,7 +84,7 @@ def test_the_readers_of_a_run_have_the_limit(tmp_path: Path) -> None:
     words += f" --custom-rm-path {tmp_path}/r.py:score"
     (tmp_path / "r.py").write_text("def score(args, sample):\n    return {}\n")
     line = complete(tmp_path, *words.split(), without=("--rm-type",))
-    (read,) = reward_parts.outcome_readers(parse_args(line, 1))
+    (read,) = outcome_readers(parse_args(line, 1))
     samples = [replace(make(i, 1.0), metadata={REWARD_DETAILS: {"b": 4.0 * i}}) for i in (2, 3)]
     with pytest.raises(ValueError, match=TOO_LARGE):
         read(samples)

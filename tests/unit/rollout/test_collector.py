@@ -92,7 +92,15 @@ def collector(folder: Path, script: Script, *flags: str) -> Collector:
     )
     buffer = GroupBuffer(cast(PromptSource, Prompts()), 2)
     sampling = training_sampling(config.rollout)
-    return Collector(config, cast(Rollouter, script), buffer, sampling, group_filters(config))
+    return Collector(
+        config.scheduling,
+        config.rollout,
+        cast(Rollouter, script),
+        buffer,
+        sampling,
+        group_filters(config),
+        max_failed=config.guards.max_failed_samples,
+    )
 
 
 def waiting_of(c: Collector) -> list[PendingGroup]:

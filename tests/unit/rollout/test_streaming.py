@@ -82,7 +82,15 @@ class World:
         rollouter = Rollouter(cast(Any, engine), cast(Any, Grades()), Letters(), seed=3)
         self.responder = Responder(rollouter, engine, sampling)
         filters = group_filters(config)
-        self.collector = Collector(config, rollouter, self.buffer, sampling, filters)
+        self.collector = Collector(
+            config.scheduling,
+            config.rollout,
+            rollouter,
+            self.buffer,
+            sampling,
+            filters,
+            max_failed=config.guards.max_failed_samples,
+        )
 
     def collect(self, rollout_id: int, time_limit_s: float | None = None) -> Collected:
         with StreamGeneration(self.responder, time_limit_s) as generation:

@@ -10,7 +10,7 @@ import pytest
 
 from arguments.schema import CriticConfig
 from slime_like.advantages import AdvantageSettings
-from slime_like.batching.outcomes import advantage_settings
+from slime_like.batching.factory import advantage_settings
 from slime_like.losses.value_loss import ValueLossConfig
 from tests.unit.command_lines import HF_CONFIG
 from tests.unit.command_lines import parse_flags as parse

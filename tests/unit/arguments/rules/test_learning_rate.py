@@ -10,7 +10,8 @@ import pytest
 
 from arguments.parse import parse_args
 from arguments.rules.learning_rate import run_warnings
-from slime_like.trainer.strategy import ReinforcementLearning, make_strategy
+from slime_like.trainer.factory import make_strategy
+from slime_like.trainer.strategy import ReinforcementLearning
 from tests.unit.command_lines import complete
 from tests.unit.rollout.test_metrics import make
 
