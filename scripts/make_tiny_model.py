@@ -53,6 +53,7 @@ def make_tiny_model(like: str, folder: Path, *, seed: int = 1, **changes: Any) -
     """Make a model of transformers' class and save it in `folder` with its tokenizer. changes: keys
     of config.json to override. Raises ValueError for an unknown `like`."""
     import torch
+    from safetensors.torch import load_file, save_file
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     family = family_of(like)
@@ -71,6 +72,11 @@ def make_tiny_model(like: str, folder: Path, *, seed: int = 1, **changes: Any) -
     randomize(model)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    weights = folder / "model.safetensors"
+    stored = load_file(weights)
+    published = as_published(type(model).__name__, stored)
+    if published is not stored:
+        save_file(published, weights, metadata={"format": "pt"})
     if family.same_as is not None:
         path = folder / "config.json"
         own = {"architectures": [family.architecture], "model_type": family.model_type}
@@ -78,6 +84,27 @@ def make_tiny_model(like: str, folder: Path, *, seed: int = 1, **changes: Any) -
     if count := read_hf_model(str(folder)).prediction_layers:
         add_prediction_layers(folder, family, count)
     return model
+
+
+def as_published(class_name: str, tensors: dict[str, Any]) -> dict[str, Any]:
+    """What transformers' class saves, as the published files of the model have it. transformers
+    calls the layers of Kimi-K2.5's text `blocks`, as the tower's are called, and has the weights of
+    Qwen3-VL-MoE's experts as [experts, out, in], unless it has loaded them from such files."""
+    if class_name == "Kimi_K25ForConditionalGeneration":
+        names = {"model.blocks.": "model.layers.", "model.mm_": "mm_"}
+        renamed = {}
+        for name, tensor in tensors.items():
+            for theirs, published in names.items():
+                name = name.replace(theirs, published)
+            renamed[name] = tensor
+        return renamed
+    if class_name == "Qwen3VLMoeForConditionalGeneration":
+        packed = (".experts.gate_up_proj", ".experts.down_proj")
+        return {
+            name: tensor.transpose(1, 2).contiguous() if name.endswith(packed) else tensor
+            for name, tensor in tensors.items()
+        }
+    return tensors
 
 
 def add_prediction_layers(folder: Path, family: ModelFamily, count: int) -> None:

@@ -172,7 +172,8 @@ def _family(reader: _Reader, value_head: bool) -> tuple[str, ModelFamily]:
         raise ConfigError(reader.problems)
     family = model_families.get(names[0])
     if family.text_config:
-        reader.config = _flat(reader)
+        reader.config = _flat(reader, family)
+    reader.config = {**family.defaults, **_given(reader.config)}
     for key, other in family.stand_ins.items():
         if reader.config.get(key) is None:
             reader.config[key] = reader.config.get(other)
@@ -190,18 +191,29 @@ def _family(reader: _Reader, value_head: bool) -> tuple[str, ModelFamily]:
     return names[0], family
 
 
-def _flat(reader: _Reader) -> dict[str, Any]:
+def _flat(reader: _Reader, family: ModelFamily) -> dict[str, Any]:
     """Merge the keys of the language model (text_config) with the top-level keys, which take
     precedence. Raises immediately on a problem."""
     config = dict(reader.config)
     text = config.pop("text_config", None)
     if text is None:
-        reader.refuse("text_config is missing")
-    text = text or {}
+        if config.get("num_hidden_layers") is None:
+            reader.refuse("text_config is missing")
+        text = {}  # transformers 4 wrote some of these models without it
     reader.problems += _type_problems(reader.folder, text)
+    text_type = text.get("model_type")
+    if text_type not in (None, *family.text_config):
+        reader.refuse(
+            f"text_config with model_type {text_type!r} is not supported; legal values: "
+            f"{', '.join(family.text_config)}"
+        )
     if reader.problems:
         raise ConfigError(reader.problems)
-    return {**text, **{key: value for key, value in config.items() if value is not None}}
+    return {**text, **_given(config)}
+
+
+def _given(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if value is not None}
 
 
 def _check_keys(reader: _Reader, family: ModelFamily) -> None:

@@ -59,6 +59,8 @@ def read_rope(
     partial = given.pop("partial_rotary_factor", None) or config.get("partial_rotary_factor")
     legacy_type = given.pop("type", "default")  # the key's name before transformers 4.43
     rope_type = given.pop("rope_type", legacy_type)
+    if rope_type == "mrope":  # three axes, of equal positions for text
+        rope_type = "default"
     percent = 1.0
     if rotary_percent is not None:
         percent = rotary_percent(reader) if partial is None else partial

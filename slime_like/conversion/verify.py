@@ -16,6 +16,7 @@ from torch import Tensor
 from slime_like.conversion.network import Advance
 from slime_like.conversion.to_hf import NetworkSource
 from slime_like.distributed.collectives import from_rank_zero, gather, together
+from slime_like.hf_class import class_for_text
 from slime_like.megatron.checkpoint.fingerprint import bit_sums
 from slime_like.megatron.model.policy import head_weight
 from slime_like.megatron.network import Network
@@ -104,7 +105,9 @@ def transformers_logits(folder: str, tokens: Tensor, *, value_head: bool) -> Ten
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
-    auto_class = transformers.AutoModelForCausalLM
+    auto_class = class_for_text(
+        transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    )
     labels = {}
     if value_head:
         auto_class = transformers.AutoModelForTokenClassification

@@ -3,6 +3,7 @@ Quantised weights are dequantised while reading."""
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import itertools
 import json
@@ -40,6 +41,9 @@ _STORED_DTYPES = {
     "I32": torch.int32,
     "I64": torch.int64,
 }
+# Qwen3-VL-MoE's tensors of all experts: the published files have [experts, in, out], and what
+# transformers made itself [experts, out, in]
+ANY_ORDER = "Qwen3VLMoeForConditionalGeneration"
 # Qwen3.5 without its vision tower: transformers may save it with the names of the full model
 TEXT_ONLY = ({"Qwen3_5ForCausalLM"}, {"Qwen3_5MoeForCausalLM"})
 LANGUAGE_MODEL = "model.language_model."
@@ -66,8 +70,14 @@ class StoredTensor:
     file: int  # descriptor
     start: int  # first byte in the file
     size: int  # bytes
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # in the file
     dtype: str  # safetensors' name, possibly of an unsupported dtype
+    swapped: bool = False  # the last two dimensions are read in the other order
+
+    @property
+    def read_shape(self) -> tuple[int, ...]:
+        first = self.shape[:-2]
+        return (*first, self.shape[-1], self.shape[-2]) if self.swapped else self.shape
 
 
 class WeightFiles:
@@ -126,7 +136,9 @@ class WeightFiles:
             os.close(self._files.pop())
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self.quantized[name].shape if name in self.quantized else self.stored[name].shape
+        if name in self.quantized:
+            return self.quantized[name].shape
+        return self.stored[name].read_shape
 
     def dtype(self, name: str) -> str:
         """safetensors' name of the dtype that `read` returns."""
@@ -187,7 +199,8 @@ class WeightFiles:
         if dim == 0:
             out = torch.empty((stop - start, *stored.shape[1:]), dtype=dtype)
             _read_into(out, stored.file, stored.start + start * row)
-            return out
+            return out.transpose(-1, -2) if stored.swapped else out
+        assert not stored.swapped, "tensors of all experts are read by expert"
         out = torch.empty((stored.shape[0], stop - start, *stored.shape[2:]), dtype=dtype)
         count = max(1, READ_BYTES // max(1, row))
         for first in range(0, stored.shape[0], count):
@@ -268,10 +281,28 @@ def _own_names(
     config = read_json(path) if path.is_file() else {}
     named = config.get("architectures") if isinstance(config, dict) else None
     more = (PREDICTION_LAYERS,) if predicts else ()
+    if named == [ANY_ORDER]:
+        return _inputs_first(stored, config["text_config"]["hidden_size"])
     if not isinstance(named, list) or set(map(str, named)) not in TEXT_ONLY:
         return _each_expert(stored, (f"{LANGUAGE_MODEL}layers.", *more))
     moved = {name.replace(LANGUAGE_MODEL, "model.", 1): tensor for name, tensor in stored.items()}
     return _each_expert(moved, ("model.layers.", *more))
+
+
+def _inputs_first(stored: Mapping[str, StoredTensor], hidden: int) -> dict[str, StoredTensor]:
+    """The tensors of all experts as [experts, in, out], whichever order the file has. A layer has
+    the order of that of its two tensors which is not square."""
+    tensors = dict(stored)
+    for name, up in stored.items():
+        block, _, last = name.rpartition(".")
+        down = stored.get(f"{block}.down_proj")
+        if last != "gate_up_proj" or down is None or not len(up.shape) == len(down.shape) == 3:
+            continue
+        square = up.shape[1] == up.shape[2]
+        if down.shape[1] == hidden if square else up.shape[2] == hidden:
+            tensors[name] = dataclasses.replace(up, swapped=True)
+            tensors[f"{block}.down_proj"] = dataclasses.replace(down, swapped=True)
+    return tensors
 
 
 def _each_expert(

@@ -1,4 +1,4 @@
-"""Mappings of files that have a layer's experts as one tensor, as gpt-oss's."""
+"""Mappings of files that have a layer's experts as one tensor: gpt-oss, Qwen3-VL-MoE."""
 
 from __future__ import annotations
 
@@ -39,6 +39,19 @@ class StackedGateUp(StackedExpert):
     def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[TensorPart]:
         share = shard_bounds(sizes.expert_ffn, tp_rank, tp_size)
         return [TensorPart(self.hf, *share, ExpertSlice(self.expert, first, 2)) for first in (0, 1)]
+
+
+@dataclass(frozen=True)
+class StackedGateUpHalves(StackedGateUp):
+    """Gate and up projection, the gate's columns first."""
+
+    def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[TensorPart]:
+        start, stop = shard_bounds(sizes.expert_ffn, tp_rank, tp_size)
+        whole = ExpertSlice(self.expert)
+        return [
+            TensorPart(self.hf, start + first, stop + first, whole)
+            for first in (0, sizes.expert_ffn)
+        ]
 
 
 @dataclass(frozen=True)

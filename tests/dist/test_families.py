@@ -23,7 +23,7 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbed
 
 from arguments.hf.model import read_hf_model
 from benchmarks.parity.cells import RECOMPUTE
-from scripts.make_tiny_model import ROOT, family_of, make_tiny_model
+from scripts.make_tiny_model import ROOT, as_published, family_of, make_tiny_model
 from slime_like.megatron.model.gpt import _scale_embedding
 from slime_like.megatron.ops.attention import packed_rows
 from slime_like.weights.families import model_families
@@ -100,7 +100,8 @@ def of_transformers(
             own.copy_(torch.zeros_like(own) if parameter.grad is None else parameter.grad)
     gradients.save_pretrained(folder)
     model.zero_grad()
-    return [x.detach() for x in logits], trained(load_file(folder / "model.safetensors"))
+    saved = as_published(type(model).__name__, load_file(folder / "model.safetensors"))
+    return [x.detach() for x in logits], trained(saved)
 
 
 def trained(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -367,6 +368,27 @@ def test_experts_in_one_tensor(alone: Any, tmp_path: Path) -> None:
     save_file(tensors, folder / "model.safetensors")
     fused = Ours(folder, alone, torch.float32).exported()
     assert fused.keys() == each.keys() and all(torch.equal(fused[n], each[n]) for n in each)
+
+
+@pytest.mark.parametrize("inner", [24, 32, 16])
+def test_experts_in_either_order(alone: Any, tmp_path: Path, inner: int) -> None:
+    """Qwen3-VL-MoE's, as its publisher and as transformers have them: the same model, also where
+    one of the two tensors is square."""
+    folder = tmp_path / "model"
+    name = "Qwen3VLMoeForConditionalGeneration"
+    make_tiny_model(name, folder, moe_intermediate_size=inner)
+    published = Ours(folder, alone, torch.float32).exported()
+    tensors = load_file(folder / "model.safetensors")
+    save_file(as_published(name, tensors), folder / "model.safetensors")
+    other = Ours(folder, alone, torch.float32).exported()
+    changed = [
+        n
+        for n, t in load_file(folder / "model.safetensors").items()
+        if n in other and not t.equal(other[n])
+    ]
+    assert len(changed) == 4, "gate_up_proj and down_proj of the two layers with experts"
+    assert other.keys() == published.keys()
+    assert all(torch.equal(other[n], published[n]) for n in published)
 
 
 @pytest.mark.parametrize("predicting", [None, 1])

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from scripts.make_tiny_model import make_tiny_model
+from slime_like.hf_class import class_for_text
 from tests.e2e.helpers import Workspace, rows_of, weights_of
 from tests.e2e.programs import TrainServer
 
@@ -22,10 +23,12 @@ from tests.e2e.programs import TrainServer
         *("GptOssForCausalLM", "MistralForCausalLM", "Gemma3ForCausalLM"),
         *("SeedOssForCausalLM", "SmolLM3ForCausalLM"),
         *("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"),
+        *("Qwen3VLMoeForConditionalGeneration", "Mistral3ForConditionalGeneration"),
+        *("Glm4vForConditionalGeneration", "KimiK25ForConditionalGeneration"),
     ],
 )
 def test_it_trains(server: TrainServer, work: Workspace, tmp_path: Path, family: str) -> None:
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig
 
     model, out = tmp_path / "model", tmp_path / "out"
     make_tiny_model(family, model)
@@ -39,7 +42,7 @@ def test_it_trains(server: TrainServer, work: Workspace, tmp_path: Path, family:
     before, after = weights_of(model), weights_of(out / "hf")
     assert before.keys() == after.keys()
     same = [name for name in before if torch.equal(before[name], after[name])]
-    frozen = re.compile(r"\.visual\.|^mtp\.|\.indexer\.")
+    frozen = re.compile(r"\.visual\.|^vision_tower|projector\.|^mtp\.|\.indexer\.")
     untrained = {name for name in before if frozen.search(name)}
     assert untrained == {name for name in same if "e_score_correction_bias" not in name}
-    AutoModelForCausalLM.from_pretrained(out / "hf")
+    class_for_text(AutoConfig.from_pretrained(out / "hf")).from_pretrained(out / "hf")

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 from transformers.initialization import no_init_weights
 
 from arguments.hf.settings_file import generation_end_ids
@@ -24,6 +24,7 @@ from slime_like.engines.local.batcher import Batcher
 from slime_like.engines.local.decoder import Decoder
 from slime_like.engines.local.weight_loader import WeightSlots
 from slime_like.engines.registry import EngineContext
+from slime_like.hf_class import class_for_text
 
 # KV cache budget that sets the batch size without --rollout-local-batch-size: for a small model,
 # larger batches cost little more time until the KV cache exceeds the processor caches.
@@ -65,9 +66,10 @@ class LocalEngine(RolloutEngine):
             del config.quantization_config
         # no random initialisation: every weight is synced later
         with no_init_weights(), torch.device(device):
-            model = AutoModelForCausalLM.from_config(
+            model = class_for_text(config).from_config(
                 config, dtype=dtype, trust_remote_code=trust_remote_code
             )
+        _remove_tower(model)
         model.tie_weights()
         self.tied = bool(getattr(config, "tie_word_embeddings", False))
         self._model = model.eval().requires_grad_(False)
@@ -238,6 +240,15 @@ def cache_bytes_per_token(config: PretrainedConfig, dtype: torch.dtype) -> int:
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         width = 2 * (getattr(config, "num_key_value_heads", None) or heads) * head_dim
     return int(config.num_hidden_layers * width * dtype.itemsize)
+
+
+def _remove_tower(model: torch.nn.Module) -> None:
+    """Drop what computes the features of images, whose weights are not synced: prompts have
+    none."""
+    for module in (model, getattr(model, "model", model)):
+        for name in ("visual", "vision_tower", "multi_modal_projector", "mm_projector"):
+            if hasattr(module, name):
+                setattr(module, name, None)
 
 
 def end_token_ids(

@@ -12,6 +12,13 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from slime_like.text import list_names
 
+# transformers 5.24 saves the layers of Kimi-K2.5's text as its tower's are called
+KIMI_LAYERS = ("language_model.model.blocks.", "language_model.model.layers.")
+# published files of this class have its experts' weights as [experts, in, out]; transformers gives
+# them that order only if it has loaded them from such a file
+INPUTS_FIRST = "Qwen3VLMoeForConditionalGeneration"
+EXPERTS = (".experts.gate_up_proj", ".experts.down_proj")
+
 
 class WeightSlots:
     """Writes (checkpoint name, tensor) pairs into a model's weights, each exactly once.
@@ -89,5 +96,8 @@ def _checkpoint_views(model: PreTrainedModel, name: str, weight: Tensor) -> dict
                 f"the local engine does not support {type(model).__name__}: its weight {name!r} "
                 "does not rearrange checkpoint weights"
             )
-        views[part_name] = weight.as_strided(part.shape, strides, weight.storage_offset() + offset)
+        view = weight.as_strided(part.shape, strides, weight.storage_offset() + offset)
+        if type(model).__name__ == INPUTS_FIRST and part_name.endswith(EXPERTS):
+            view = view.transpose(1, 2)
+        views[part_name.replace(*KIMI_LAYERS)] = view
     return views

@@ -19,6 +19,7 @@ from slime_like.weights.families import (  # noqa: F401  (each registers its fam
     qwen3_moe,
     qwen3_next,
     seed_oss,
+    shells,
     smollm3,
 )
 from slime_like.weights.families.base import (

@@ -118,7 +118,11 @@ class ModelFamily:
     other_model_types: tuple[str, ...] = ()  # equivalent model types of other publishers
     # number of layers after the model's own that are not loaded
     untrained_layers: Callable[[ConfigReader], int] = _none
-    text_config: bool = False  # the language model's keys are in this object of the file
+    # legal model types of `text_config`, the object of the file with the language model's keys;
+    # none: the keys are at the top
+    text_config: tuple[str, ...] = ()
+    # key -> its value in files that leave it out, where that is no default of every family
+    defaults: Mapping[str, object] = field(default_factory=dict)
     # required key -> key that is read if it is absent
     stand_ins: Mapping[str, str] = field(default_factory=dict)
     published: tuple[str, ...] = ()  # prefixes of the names of published models

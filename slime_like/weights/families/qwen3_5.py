@@ -7,10 +7,9 @@ is a plain one.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 
 from slime_like.weights import mappings
-from slime_like.weights.families import qwen2_moe, qwen3_moe
+from slime_like.weights.families import qwen2_moe, qwen3_moe, shells
 from slime_like.weights.families.base import (
     MLP,
     ConfigReader,
@@ -44,25 +43,7 @@ EXPERTS = dataclasses.replace(
     dense_layers=False,
     shared=qwen2_moe.SHARED_FFN,
 )
-# settings of the multi-token prediction layer and of images
-UNUSED = frozenset(
-    {
-        "mtp_num_hidden_layers",
-        "mtp_use_dedicated_embeddings",
-        "output_gate_type",
-        "vision_config",
-        "language_model_only",
-        "image_token_id",
-        "video_token_id",
-        "vision_start_token_id",
-        "vision_end_token_id",
-    }
-)
-VISION = {
-    **{"depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "in_channels": 1},
-    **{"patch_size": 2, "spatial_merge_size": 1, "temporal_patch_size": 1},
-    **{"out_hidden_size": 32, "num_position_embeddings": 4},
-}
+PREDICTION_KEYS = {"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"}
 
 
 def _settings(reader: ConfigReader) -> dict[str, object]:
@@ -76,20 +57,12 @@ def _prediction_layers(reader: ConfigReader) -> int:
     return int(reader.config.get("mtp_num_hidden_layers") or 0)
 
 
-def _in_language_model(parameters: Mapping[str, mappings.Mapping]) -> dict[str, mappings.Mapping]:
-    """Rename for files that also contain a vision tower."""
-    return {
-        name: mappings.rename_prefix(mapping, "model.", "model.language_model.")
-        for name, mapping in parameters.items()
-    }
-
-
 TEXT = ModelFamily(
     "Qwen3_5ForCausalLM",
     "qwen3_5_text",
     DENSE,
     required=REQUIRED,
-    keys=KEYS | UNUSED,
+    keys=KEYS | PREDICTION_KEYS | {"output_gate_type"} | shells.KEYS,
     qk_norm=True,
     rotary_percent=quarter_rotary,
     settings=_settings,
@@ -125,14 +98,14 @@ for family, architecture, model_type, published in (
             family,
             architecture=architecture,
             model_type=model_type,
-            parameters=_in_language_model(family.parameters),
+            parameters=shells.renamed(family.parameters, shells.IN_MODEL),
             prediction=dataclasses.replace(
                 QWEN_PREDICTION,
                 count=_prediction_layers,
                 layers="model.language_model.layers.{layer}",
             ),
-            text_config=True,
+            text_config=(family.model_type,),
             published=published,
-            tiny={**family.tiny, "vision_config": VISION},
+            tiny={**family.tiny, "vision_config": shells.QWEN_TOWER},
         )
     )

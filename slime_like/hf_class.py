@@ -1,0 +1,20 @@
+"""Which of transformers' classes a model's folder is loaded with."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+def class_for_text(config: PretrainedConfig) -> Any:
+    """AutoModelForCausalLM, or AutoModelForImageTextToText for a model with a vision tower of whose
+    text transformers has no class."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    if type(config) in AutoModelForImageTextToText._model_mapping and (
+        type(config) not in AutoModelForCausalLM._model_mapping
+    ):
+        return AutoModelForImageTextToText
+    return AutoModelForCausalLM

@@ -1,0 +1,254 @@
+"""The text of models with a vision tower: a known language model under other names. The tower's
+tensors are not loaded; exports and engines get them as they are in the files. For text the axes of
+multi-axis rotary embeddings have equal positions, so they are plain ones."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from slime_like.weights import mappings
+from slime_like.weights.families import (  # noqa: F401  (each registers the text's family)
+    deepseek_v3,
+    gemma3,
+    glm4,
+    glm4_moe,
+    mistral,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+)
+from slime_like.weights.families.base import (
+    HF_MLP,
+    ConfigReader,
+    ModelFamily,
+    model_families,
+    register_model_family,
+)
+from slime_like.weights.families.experts import EXPERT, expert_settings
+from slime_like.weights.stacked_experts import StackedDown, StackedGateUpHalves
+
+# prefixes of names: of the text's own class -> of the file
+IN_MODEL = {"model.": "model.language_model."}
+BESIDE_TOWER = {"model.": "language_model.model.", "lm_head.": "language_model.lm_head."}
+TOWER_AND_PROJECTOR = ("vision_tower.", "multi_modal_projector.")
+KEYS = frozenset(
+    {
+        "vision_config",
+        "language_model_only",
+        "image_token_id",
+        "image_token_index",
+        "image_start_token_id",
+        "image_end_token_id",
+        "video_token_id",
+        "video_start_token_id",
+        "video_end_token_id",
+        "vision_start_token_id",
+        "vision_end_token_id",
+        "vision_token_id",
+        "boi_token_index",
+        "eoi_token_index",
+        "mm_tokens_per_image",
+        "spatial_merge_size",
+        "vision_feature_layer",
+        "multimodal_projector_bias",
+        "projector_hidden_act",
+    }
+)
+KIMI_KEYS = frozenset(
+    {
+        "media_placeholder_token_id",
+        "ignore_index",
+        "use_unified_vision_chunk",
+        "video_placeholder",
+        "projection_hidden_size",
+        "projection_layer_norm_eps",
+        "projection_hidden_act",
+        "mm_hidden_size",
+    }
+)
+# settings of a tiny tower of Qwen's
+QWEN_TOWER = {
+    **{"depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "in_channels": 1},
+    **{"patch_size": 2, "spatial_merge_size": 1, "temporal_patch_size": 1},
+    **{"out_hidden_size": 32, "num_position_embeddings": 4},
+}
+TOWER = {
+    **{"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 24},
+    **{"num_attention_heads": 2, "image_size": 8, "patch_size": 4},
+}
+THREE_AXES = {
+    **{"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    "mrope_section": [1, 1, 2],
+}
+
+
+def shell(
+    text: ModelFamily,
+    architecture: str,
+    model_type: str,
+    text_types: tuple[str, ...],
+    prefixes: Mapping[str, str],
+    tower: tuple[str, ...],
+    published: tuple[str, ...],
+    vision: Mapping[str, object],
+    tiny: Mapping[str, object] | None = None,
+) -> ModelFamily:
+    """The family of a model whose `text_config` is of the family `text`.
+
+    Args:
+        text_types: Legal model types of `text_config`.
+        prefixes: Of names of the text's weights -> those in the file.
+        tower: Prefixes of other weights.
+        vision, tiny: `vision_config` and other keys of a tiny model.
+    """
+    return dataclasses.replace(
+        text,
+        architecture=architecture,
+        model_type=model_type,
+        parameters=renamed(text.parameters, prefixes),
+        keys=text.keys | KEYS,
+        text_config=text_types,
+        other_model_types=(),
+        same_as=None,
+        untrained_prefixes=(*text.untrained_prefixes, *tower),
+        published=published,
+        prediction=None,
+        tiny={**text.tiny, **(tiny or {}), "vision_config": vision},
+    )
+
+
+def renamed(
+    parameters: Mapping[str, mappings.Mapping], prefixes: Mapping[str, str]
+) -> dict[str, mappings.Mapping]:
+    """The mappings with other prefixes of the names in the file."""
+    result = {}
+    for name, mapping in parameters.items():
+        for old, new in prefixes.items():
+            mapping = mappings.rename_prefix(mapping, old, new)
+        result[name] = mapping
+    return result
+
+
+_QWEN3_MOE = model_families.get("Qwen3MoeForCausalLM")
+_VL_EXPERTS: dict[str, mappings.Mapping] = {
+    f"{EXPERT}.linear_fc1.weight": StackedGateUpHalves(f"{HF_MLP}.experts.gate_up_proj"),
+    f"{EXPERT}.linear_fc2.weight": StackedDown(f"{HF_MLP}.experts.down_proj"),
+}
+# there is no such key: the weights of the selected experts are always renormalised
+_VL_EXPERT_KEYS = dataclasses.replace(qwen3_moe.EXPERTS, norm_topk=("norm_topk_prob", True))
+
+
+def _vl_experts(reader: ConfigReader) -> dict[str, object]:
+    return expert_settings(reader, _VL_EXPERT_KEYS)
+
+
+# what the published files of Gemma 3 leave out: transformers' defaults
+_GEMMA3 = {
+    **{"vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256},
+    "max_position_embeddings": 131072,
+}
+_DEEPSEEK = model_families.get("DeepseekV3ForCausalLM")
+
+for _family in (
+    shell(
+        dataclasses.replace(model_families.get("Qwen3ForCausalLM"), rope_theta=500000.0),
+        "Qwen3VLForConditionalGeneration",
+        "qwen3_vl",
+        ("qwen3_vl_text",),
+        IN_MODEL,
+        ("model.visual.",),
+        ("Qwen3-VL",),
+        {**QWEN_TOWER, "deepstack_visual_indexes": [0]},
+    ),
+    shell(
+        dataclasses.replace(
+            _QWEN3_MOE,
+            parameters={**_QWEN3_MOE.parameters, **_VL_EXPERTS},
+            settings=_vl_experts,
+            rope_theta=500000.0,
+        ),
+        "Qwen3VLMoeForConditionalGeneration",
+        "qwen3_vl_moe",
+        ("qwen3_vl_moe_text",),
+        IN_MODEL,
+        ("model.visual.",),
+        ("Qwen3-VL-30B-A3B", "Qwen3-VL-235B-A22B"),
+        {**QWEN_TOWER, "deepstack_visual_indexes": [0]},
+    ),
+    shell(
+        dataclasses.replace(model_families.get("Qwen2ForCausalLM"), rope_theta=1e6),
+        "Qwen2_5_VLForConditionalGeneration",
+        "qwen2_5_vl",
+        ("qwen2_5_vl_text",),
+        {},
+        ("visual.",),
+        ("Qwen2.5-VL",),
+        {**QWEN_TOWER, "fullatt_block_indexes": [0], "window_size": 8},
+        {
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e6,
+                "mrope_section": [1, 1, 2],
+            }
+        },
+    ),
+    shell(
+        dataclasses.replace(model_families.get("Gemma3ForCausalLM"), defaults=_GEMMA3),
+        "Gemma3ForConditionalGeneration",
+        "gemma3",
+        ("gemma3_text",),
+        BESIDE_TOWER,
+        TOWER_AND_PROJECTOR,
+        ("gemma-3-4b", "gemma-3-12b", "gemma-3-27b"),
+        TOWER,
+    ),
+    shell(
+        model_families.get("MistralForCausalLM"),
+        "Mistral3ForConditionalGeneration",
+        "mistral3",
+        ("mistral",),
+        BESIDE_TOWER,
+        TOWER_AND_PROJECTOR,
+        ("Mistral-Small-3", "Magistral-Small", "Devstral-Small"),
+        TOWER,
+    ),
+    shell(
+        model_families.get("Glm4ForCausalLM"),
+        "Glm4vForConditionalGeneration",
+        "glm4v",
+        ("glm4v_text",),
+        IN_MODEL,
+        ("model.visual.",),
+        ("GLM-4.1V", "GLM-4.6V-Flash"),
+        {**QWEN_TOWER, "image_size": 8, "out_hidden_size": 64},
+        {"hidden_size": 64, "head_dim": 16, "rope_parameters": THREE_AXES},
+    ),
+    shell(
+        dataclasses.replace(
+            model_families.get("Glm4MoeForCausalLM"), defaults={"use_qk_norm": False}
+        ),
+        "Glm4vMoeForConditionalGeneration",
+        "glm4v_moe",
+        ("glm4v_moe_text",),
+        IN_MODEL,
+        ("model.visual.",),
+        ("GLM-4.5V", "GLM-4.6V"),
+        {**QWEN_TOWER, "image_size": 8},
+        {"use_qk_norm": False, "rope_parameters": THREE_AXES},
+    ),
+    dataclasses.replace(
+        shell(
+            dataclasses.replace(_DEEPSEEK, keys=_DEEPSEEK.keys | KIMI_KEYS),
+            "KimiK25ForConditionalGeneration",
+            "kimi_k25",
+            ("deepseek_v3", "kimi_k2"),
+            BESIDE_TOWER,
+            ("vision_tower.", "mm_projector."),
+            ("Kimi-K2.5", "Kimi-K2.6"),
+            TOWER,
+        ),
+        same_as="kimi_k25",  # transformers calls the class Kimi_K25ForConditionalGeneration
+    ),
+):
+    register_model_family(_family)
