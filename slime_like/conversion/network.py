@@ -27,6 +27,7 @@ from slime_like.megatron.checkpoint.networks import (
 )
 from slime_like.megatron.model.gpt import model_shape
 from slime_like.megatron.model.meta import OnMeta
+from slime_like.megatron.model.policy import keep_float32_buffers
 from slime_like.megatron.network import Network
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.weights.hf_import import HfWeights, open_hf_weights
@@ -103,7 +104,8 @@ class MetaNetwork(Network):
             super().__init__(built.transformer, gpt, "local", layout, value_head=value_head)
         self.hf = hf
         for chunk in self.chunks:
-            chunk.to(dtype)  # of any kind, while training knows float32 and bfloat16
+            with keep_float32_buffers(chunk):
+                chunk.to(dtype)  # of any kind, while training knows float32 and bfloat16
         saved = SavedNetwork(self.chunks, None, None, layout)
         self.state = sharded_state(saved, is_loading=False)  # as used for checkpoints
         # by canonical name, on the meta device; without the copy of a tied embedding

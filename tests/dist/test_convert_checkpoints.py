@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import megatron_patches
 from arguments.hf.model import read_hf_model
@@ -18,6 +19,7 @@ from slime_like.checkpoints.manifest import MANIFEST, read_manifest
 from slime_like.errors import RunError
 from slime_like.weights.families import model_families
 from tests.dist.test_convert import SIZES
+from tests.dist.test_convert_moe import SELECTING
 
 megatron_patches.apply()
 
@@ -130,3 +132,21 @@ def test_a_disk_that_is_too_small_is_named_before_anything_is_written(
     with pytest.raises(OSError, match=r"--output: needs 0\.\d+ GB .* 0\.000 GB free; name"):
         convert_to_hf(source, model, str(output), checkpoint=done.folder, max_shard_bytes=10**6)
     assert not output.exists() and not list(tmp_path.rglob(".hf.partial/*"))
+
+
+def test_a_conversion_to_bfloat16_keeps_what_training_keeps_in_float32(
+    alone: ParallelLayout, tmp_path: Path
+) -> None:
+    model, output = str(tmp_path / "model"), tmp_path / "hf"
+    make_tiny_model("DeepseekV32ForCausalLM", Path(model))
+    hf = read_hf_model(model)
+    settings = conversion_layout(hf)
+    half = MetaNetwork(hf, settings, alone, torch.bfloat16)
+    done = convert_to_megatron(half, model, str(tmp_path / "ck"), workers=1)
+    source = NetworkSource(MetaNetwork(hf, settings, alone), done.folder / "policy", model)
+    convert_to_hf(source, model, str(output), checkpoint=done.folder, max_shard_bytes=10**6)
+    before, after = (load_file(folder / "model.safetensors") for folder in (Path(model), output))
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        dtype = torch.float32 if name.endswith(SELECTING) else torch.bfloat16
+        assert after[name].dtype == dtype and torch.equal(after[name], tensor.to(dtype)), name

@@ -124,6 +124,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mixtral": ("Mixtral", dict(num_local_experts=4, num_experts_per_tok=2)),
 }
+# weights that select experts and keys
+SELECTING = (
+    "gate.e_score_correction_bias",
+    ".k_norm.weight",
+    ".k_norm.bias",
+    ".weights_proj.weight",
+)
 # tensor, pipeline, virtual, expert, expert-tensor
 SOME_LAYOUTS = [(1, 2, 2, 2, 1)]
 MORE_LAYOUTS = [(2, 1, 1, 2, 2), (1, 1, 1, 4, 1), (2, 2, 1, 1, 2)]
@@ -185,25 +192,29 @@ def test_logits_and_round_trips_under_every_layout(
     assert not convert_worker.over_the_limit(ranks, len(layouts) * len(MODELS))
 
 
-def test_routers_of_a_bfloat16_model_keep_float32(alone: Any, tmp_path: Path) -> None:
-    """The biases of DeepSeek's experts differ in digits that bfloat16 does not have, and the counts
-    of their tokens are integers."""
-    folder = make_models(tmp_path, ["deepseek-v3"])["deepseek-v3"]
+@pytest.mark.parametrize("name", ["deepseek-v3", "deepseek-v32"])
+def test_routers_and_indexers_of_a_bfloat16_model_keep_float32(
+    alone: Any, tmp_path: Path, name: str
+) -> None:
+    """The biases of DeepSeek's experts differ in digits that bfloat16 does not have, as do the
+    weights of its indexers; counts of tokens are integers."""
+    folder = make_models(tmp_path, [name])[name]
     weights = convert_worker.stored_weights(folder)
-    biases = [name for name in weights if name.endswith("e_score_correction_bias")]
-    for name in biases:
-        weights[name] = 3 + weights[name].sign() * torch.rand(weights[name].shape) * 1e-3
+    selecting = [n for n in weights if n.endswith(SELECTING)]
+    assert {n.rpartition("mlp.")[2].rpartition("indexer.")[2] for n in selecting} == {
+        tail.removeprefix(".") for tail in (SELECTING if name == "deepseek-v32" else SELECTING[:1])
+    }
+    for n in selecting:
+        weights[n] = 3 + weights[n].sign() * torch.rand(weights[n].shape) * 1e-3
     save_file(weights, f"{folder}/model.safetensors", metadata={"format": "pt"})
     chunks, hf, gpt = convert_worker.build(folder, alone)
     chunks[0].config.bf16 = True
     to_model_precision(chunks, chunks[0].config)
     convert_worker.load_hf_weights(chunks, folder, hf=hf, gpt=gpt, layout=alone)
-    assert chunks[0].embedding.word_embeddings.weight.dtype == torch.bfloat16
     exported = dict(convert_worker.HfExport(chunks, hf=hf, gpt=gpt, layout=alone).stream())
-    assert biases
-    for name in biases:
-        assert exported[name].dtype == torch.float32, name
-        assert torch.equal(exported[name], weights[name]), name
+    for n, tensor in exported.items():
+        dtype = torch.float32 if n in selecting else torch.bfloat16
+        assert tensor.dtype == dtype and torch.equal(tensor, weights[n].to(dtype)), n
     router = chunks[0].decoder.layers[-1].mlp.router
     for counts in (router.load, router.local_tokens_per_expert):
         counts += 256

@@ -3,7 +3,8 @@ from them. Logits are never materialised; see ops/fused_linear_logprob.py."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,6 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.module import Float16Module
-from megatron.core.transformer.moe.router import Router
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import unwrap_model
 from torch import Tensor
@@ -114,23 +114,30 @@ def as_policy(model: GPTModel) -> PolicyModel:
     return model
 
 
+@contextmanager
+def keep_float32_buffers(model: torch.nn.Module) -> Iterator[None]:
+    """Keep the buffers that modules name in `float32_buffers` while the block casts the model. They
+    select experts or keys, or count, and bfloat16 has no integers between 256 and 258.
+    (megatron-core widens the bias of a router on the first forward pass, when the digits of the
+    file are lost, and the counts never.)"""
+    buffers = [
+        (module, name, getattr(module, name))
+        for module in model.modules()
+        for name in getattr(module, "float32_buffers", ())
+    ]
+    yield
+    for module, name, buffer in buffers:
+        setattr(module, name, buffer)
+
+
 class HalfPrecisionModule(Float16Module):
     """megatron-core's Float16Module, with two differences. The last stage's output is not converted
-    to float32: here that output is hidden states, of which only active rows are used. Routers keep
-    their buffers, the experts' biases and counts of tokens, in float32."""
+    to float32: here that output is hidden states, of which only active rows are used. Some buffers
+    stay in float32, see `keep_float32_buffers`."""
 
     def __init__(self, config: TransformerConfig, module: torch.nn.Module) -> None:
-        # megatron-core widens the bias on the first forward pass, when the files' digits are lost,
-        # and the counts never; bfloat16 has no integers between 256 and 258
-        buffers = [
-            (router, name, buffer)
-            for router in module.modules()
-            if isinstance(router, Router)
-            for name, buffer in router.named_buffers(recurse=False)
-        ]
-        super().__init__(config, module)
-        for router, name, buffer in buffers:
-            setattr(router, name, buffer)
+        with keep_float32_buffers(module):
+            super().__init__(config, module)
 
     def forward(self, *inputs: object, fp32_output: bool = False, **keywords: object) -> Tensor:
         output: Tensor = super().forward(*inputs, fp32_output=fp32_output, **keywords)

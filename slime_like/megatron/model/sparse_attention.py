@@ -54,6 +54,8 @@ class Indexer(torch.nn.Module):
     k_norm_weight: Tensor
     k_norm_bias: Tensor
     weights_proj: Tensor
+    # in a model in half precision; published files have them in float32
+    float32_buffers = ("k_norm_weight", "k_norm_bias", "weights_proj")
 
     def __init__(self, config: TransformerConfig, groups: ProcessGroupCollection) -> None:
         super().__init__()
@@ -68,7 +70,10 @@ class Indexer(torch.nn.Module):
             "k_norm_bias": (self.dim,),
             "weights_proj": (self.heads, config.hidden_size),
         }.items():
-            self.register_buffer(name, torch.zeros(shape, dtype=config.params_dtype))
+            dtype = config.params_dtype
+            if name in self.float32_buffers:
+                dtype = torch.promote_types(dtype, torch.float32)
+            self.register_buffer(name, torch.zeros(shape, dtype=dtype))
 
     @torch.no_grad()
     def forward(
@@ -86,7 +91,8 @@ class Indexer(torch.nn.Module):
         """
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         norm = (self.k_norm_weight, self.k_norm_bias, KEY_NORM_EPSILON)
-        keys = F.layer_norm(F.linear(hidden, self.wk), (self.dim,), *norm)
+        keys = F.layer_norm(F.linear(hidden, self.wk).to(dtype), (self.dim,), *norm)
+        keys = keys.to(hidden.dtype)
         weights = F.linear(hidden.to(dtype), self.weights_proj.to(dtype))
         if self.config.sequence_parallel:
             keys, weights, compressed = (

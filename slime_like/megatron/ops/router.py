@@ -66,6 +66,12 @@ class PackedRouter(TopKRouter):
             "load", torch.zeros(self.num_experts, device=self.weight.device), persistent=False
         )
 
+    @property
+    def float32_buffers(self) -> list[str]:
+        """Buffers that stay in float32 in a model in half precision: all, the bias of the experts
+        and counts."""
+        return [name for name, _ in self.named_buffers(recurse=False)]
+
     def begin(self, rows: Sequence[RoutedRows], *, slot: int, record: bool) -> None:
         """Start a pass over micro-batches; it lasts until the next `begin`.
 
