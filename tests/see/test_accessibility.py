@@ -17,7 +17,7 @@ from slime_like.metrics.logger import MetricsLogger
 from slime_like.report.page import write_page
 from slime_like.report.read import read_run
 from tests.e2e.programs import ROOT
-from tests.unit.report.test_report import write_run
+from tests.unit.report.runs import write_run
 
 PLACES = (
     *("overview", "curves", "time", "counters", "rollouts", "rollouts/0/10", "settings"),

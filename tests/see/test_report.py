@@ -12,7 +12,7 @@ from slime_like.metrics.logger import MetricsLogger
 from slime_like.report.page import page, write_page
 from slime_like.report.read import Run, read_run
 from slime_like.report.rollouts import COLUMNS, Samples
-from tests.unit.report.test_report import HOSTILE, write_run
+from tests.unit.report.runs import HOSTILE, write_run
 
 MANY, OPENS_IN_S = 10_000, 15.0  # about 1 s where no other program runs
 

@@ -19,7 +19,7 @@ from slime_like.metrics.logger import MetricsLogger
 from slime_like.report.guards import GUARDS, guards
 from slime_like.report.read import read_run
 from slime_like.rollout.metrics import check_staleness
-from tests.unit.report.test_report import sample
+from tests.unit.report.runs import sample
 
 DIFFERENCE = "rollout/train_rollout_log_prob_diff"
 

@@ -24,7 +24,7 @@ from slime_like.metrics.trackers.samples import COLUMNS
 from slime_like.text import mask_argv
 from slime_like.trainer.run_record import settings_by_flag
 from tests.unit.command_lines import complete
-from tests.unit.report.test_report import sample
+from tests.unit.report.runs import sample
 
 ROWS = {
     0: {"eval/heldout/mean": 0.25},
