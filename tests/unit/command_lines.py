@@ -82,6 +82,20 @@ def problems_of(argv: list[str], world_size: int = 1) -> tuple[Problem, ...]:
     return caught.value.problems
 
 
+def refused(rows: Sequence[tuple[str, str, str, str]]) -> pytest.MarkDecorator:
+    """Parametrise by `row`: the name of the rule, or "" for what is declared with a setting; flags;
+    the flag that is named; words of the message."""
+    ids = [f"{row[0] or row[2].lstrip('-')}-{i}" for i, row in enumerate(rows)]
+    return pytest.mark.parametrize("row", rows, ids=ids)
+
+
+def assert_refused(found: Sequence[Problem], row: tuple[str, str, str, str]) -> None:
+    """One mistake is reported once, by its flag."""
+    _, flags, flag, message = row
+    assert [p.flag for p in found] == [flag], (flags, *map(str, found))
+    assert message in str(found[0])
+
+
 def illegal_value(
     choices: Sequence[object] | None, legal: Range | None, *, is_integer: bool, is_text: bool
 ) -> Any:

@@ -13,7 +13,7 @@ import torch
 from arguments.parse import parse_args
 from arguments.rules.distillation import server_url
 from slime_like.advantages import AdvantageSettings, Outcomes, estimate_advantages, teacher_gaps
-from tests.unit.command_lines import HF_CONFIG, complete, problems_of
+from tests.unit.command_lines import HF_CONFIG, assert_refused, complete, problems_of, refused
 
 STEPS = ("--num-steps-per-rollout", "2")
 MASKS = [
@@ -240,16 +240,10 @@ REFUSED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("rule", "flags", "flag", "message"),
-    REFUSED,
-    ids=[f"{case[0] or 'read'}-{i}" for i, case in enumerate(REFUSED)],
-)
-def test_refused(tmp_path: Path, rule: str, flags: str, flag: str, message: str) -> None:
-    found = problems_of(
-        complete(tmp_path, *STEPS, *flags.replace("{folder}", str(tmp_path)).split())
-    )
-    assert [p.flag for p in found] == [flag] and message in str(found[0])
+@refused(REFUSED)
+def test_refused(tmp_path: Path, row: tuple[str, str, str, str]) -> None:
+    words = row[1].replace("{folder}", str(tmp_path)).split()
+    assert_refused(problems_of(complete(tmp_path, *STEPS, *words)), row)
 
 
 def test_a_teacher_of_itself_needs_rows(tmp_path: Path) -> None:

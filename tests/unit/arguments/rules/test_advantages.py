@@ -9,7 +9,13 @@ import pytest
 from arguments.run_config import RunConfig
 from slime_like.advantages import TurnEstimator, advantage_estimators
 from slime_like.config import Problem
-from tests.unit.command_lines import TWO_STEPS, parse_flags, problems_of_flags
+from tests.unit.command_lines import (
+    TWO_STEPS,
+    assert_refused,
+    parse_flags,
+    problems_of_flags,
+    refused,
+)
 
 
 def parse(folder: Path, flags: str) -> RunConfig:
@@ -120,14 +126,9 @@ REFUSED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("rule", "flags", "flag", "message"),
-    REFUSED,
-    ids=[f"{case[0] or 'read'}-{i}" for i, case in enumerate(REFUSED)],
-)
-def test_refused(tmp_path: Path, rule: str, flags: str, flag: str, message: str) -> None:
-    found = problems_of(tmp_path, flags)
-    assert [p.flag for p in found] == [flag] and message in str(found[0])
+@refused(REFUSED)
+def test_refused(tmp_path: Path, row: tuple[str, str, str, str]) -> None:
+    assert_refused(problems_of(tmp_path, row[1]), row)
 
 
 @pytest.mark.parametrize(

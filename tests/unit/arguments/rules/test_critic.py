@@ -12,7 +12,7 @@ from arguments.schema import CriticConfig
 from slime_like.advantages import AdvantageSettings
 from slime_like.batching.factory import advantage_settings
 from slime_like.losses.value_loss import ValueLossConfig
-from tests.unit.command_lines import HF_CONFIG
+from tests.unit.command_lines import HF_CONFIG, assert_refused, refused
 from tests.unit.command_lines import parse_flags as parse
 from tests.unit.command_lines import problems_of_flags as problems_of
 
@@ -173,14 +173,9 @@ REFUSED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("rule", "flags", "flag", "message"),
-    REFUSED,
-    ids=[f"{case[0] or 'read'}-{i}" for i, case in enumerate(REFUSED)],
-)
-def test_refused(tmp_path: Path, rule: str, flags: str, flag: str, message: str) -> None:
-    found = problems_of(tmp_path, flags)
-    assert [p.flag for p in found] == [flag] and message in str(found[0])
+@refused(REFUSED)
+def test_refused(tmp_path: Path, row: tuple[str, str, str, str]) -> None:
+    assert_refused(problems_of(tmp_path, row[1]), row)
 
 
 def test_supervised_training_has_no_critic(tmp_path: Path) -> None:

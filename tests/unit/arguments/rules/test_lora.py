@@ -10,7 +10,14 @@ import pytest
 from arguments.hf.peft_adapter import adapter_config, read_adapter_config
 from arguments.run_config import RunConfig
 from slime_like.megatron.lora import critic_lora_spec, lora_spec
-from tests.unit.command_lines import TWO_STEPS, parse_flags, problems_of_flags, write_files
+from tests.unit.command_lines import (
+    TWO_STEPS,
+    complete,
+    parse_flags,
+    problems_of,
+    problems_of_flags,
+    write_files,
+)
 
 
 def parse(folder: Path, flags: str) -> RunConfig:
@@ -58,7 +65,8 @@ def test_the_reference_is_the_base(tmp_path: Path) -> None:
 
 PPO = "--advantage-estimator ppo"
 REFUSED = [
-    ("check_lora_targets", "--lora-rank 4 --lora-target-modules lm_head --rollout-engine sglang",
+    ("check_lora_targets", "--lora-rank 4 --lora-target-modules lm_head --rollout-engine sglang "
+     "--rollout-external-engine-addrs 127.0.0.1:1 --no-sglang-router",
      "shares its weight with the embedding"),
     ("", "--lora-alpha 4", "has no effect without --lora-rank"),
     ("", "--lora-save-path {folder}/x", "has no effect without --lora-rank"),
@@ -75,7 +83,7 @@ REFUSED = [
      "the reference is the model without"),
     ("check_lora_adapter_path", "--lora-rank 4 --lora-adapter-path {folder}/none",
      "adapter_config.json cannot be read"),
-    ("check_lora_adapter_path", "--lora-rank 4 --lora-adapter-path {folder}/adapter",
+    ("check_lora_adapter_path", "--lora-rank 4 --lora-alpha 16 --lora-adapter-path {folder}/adapter",
      "--lora-rank (given: 4): is 8 in --lora-adapter-path"),
     ("check_lora_adapter_path", "--lora-rank 8 --lora-adapter-path {folder}/adapter",
      "--lora-alpha (given: 32.0): is 16 in --lora-adapter-path"),
@@ -87,9 +95,6 @@ REFUSED = [
      "--critic-lora-rank (given: 4): only valid with --advantage-estimator ppo"),
     ("", f"{PPO} --lora-rank 4 --critic-lora-rank 4 --critic-load {{folder}}/hf",
      "cannot be combined with --critic-lora-rank, which takes the base model of the policy"),
-    ("",
-     f"{PPO} --lora-rank 4 --critic-lora-rank 4 --tensor-model-parallel-size 2 "
-     "--critic-tensor-model-parallel-size 1", "remove --critic-tensor-model-parallel-size"),
     ("", f"{PPO} --lora-rank 4 --critic-lora-rank 4 --lora-target-modules unembed",
      "a critic has no output layer; add attn or mlp"),
 ]  # fmt: skip
@@ -99,7 +104,16 @@ REFUSED = [
 def test_refused(tmp_path: Path, rule: str, flags: str, words: str) -> None:
     write_adapter(tmp_path / "adapter")
     write_adapter(tmp_path / "dora", use_dora=True)
-    assert any(words in str(found) for found in problems_of_flags(tmp_path, TWO_STEPS + flags))
+    (found,) = problems_of_flags(tmp_path, TWO_STEPS + flags)
+    assert words in str(found)
+
+
+def test_the_critics_adapter_is_in_the_policys_layout(tmp_path: Path) -> None:
+    flags = f"{PPO} {TWO_STEPS} --lora-rank 4 --critic-lora-rank 4 --tensor-model-parallel-size 2"
+    other = ("--critic-tensor-model-parallel-size", "1")
+    (found,) = problems_of(complete(tmp_path, *flags.split(), *other), world_size=2)
+    assert found.flag == "--critic-lora-rank"
+    assert "remove --critic-tensor-model-parallel-size" in found.message
 
 
 def test_overlap_has_no_effect(tmp_path: Path) -> None:

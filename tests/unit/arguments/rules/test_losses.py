@@ -12,7 +12,13 @@ from arguments.run_config import RunConfig
 from slime_like.config import Problem
 from slime_like.losses import LOSS_REDUCTIONS, policy_losses
 from slime_like.megatron.factory import make_objective
-from tests.unit.command_lines import TWO_STEPS, parse_flags, problems_of_flags
+from tests.unit.command_lines import (
+    TWO_STEPS,
+    assert_refused,
+    parse_flags,
+    problems_of_flags,
+    refused,
+)
 
 
 def parse(folder: Path, flags: str) -> RunConfig:
@@ -185,15 +191,10 @@ REFUSED: list[tuple[str, str, str, str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("rule", "flags", "flag", "expected"),
-    REFUSED,
-    ids=[f"{r[2]}-{i}" for i, r in enumerate(REFUSED)],
-)
-def test_what_is_refused(tmp_path: Path, rule: str, flags: str, flag: str, expected: str) -> None:
+@refused(REFUSED)
+def test_what_is_refused(tmp_path: Path, row: tuple[str, str, str, str]) -> None:
     (tmp_path / "mine.py").write_text("def mine(inputs, config): ...\n")
-    (found,) = problems_of(tmp_path, flags)
-    assert found.flag == flag and expected in found.message
+    assert_refused(problems_of(tmp_path, row[1]), row)
 
 
 def test_a_loss_against_the_sampler_takes_masks(tmp_path: Path) -> None:

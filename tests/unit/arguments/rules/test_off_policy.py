@@ -12,7 +12,14 @@ from arguments.run_config import RunConfig
 from slime_like.config import Problem
 from slime_like.losses.off_policy_config import OffPolicyConfig
 from slime_like.losses.registry import policy_losses
-from tests.unit.command_lines import TWO_STEPS, parse_flags, problems_of_flags, write_files
+from tests.unit.command_lines import (
+    TWO_STEPS,
+    assert_refused,
+    parse_flags,
+    problems_of_flags,
+    refused,
+    write_files,
+)
 
 
 def parse(folder: Path, flags: str) -> RunConfig:
@@ -197,15 +204,9 @@ REFUSED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("rule", "flags", "flag", "message"),
-    REFUSED,
-    ids=[f"{case[0] or 'read'}-{i}" for i, case in enumerate(REFUSED)],
-)
-def test_refused(tmp_path: Path, rule: str, flags: str, flag: str, message: str) -> None:
-    found = problems_of(tmp_path, flags)
-    assert [p.flag for p in found] == [flag], "one mistake is reported once"
-    assert message in str(found[0])
+@refused(REFUSED)
+def test_refused(tmp_path: Path, row: tuple[str, str, str, str]) -> None:
+    assert_refused(problems_of(tmp_path, row[1]), row)
 
 
 ANCHORED = (

@@ -11,7 +11,12 @@ import pytest
 from arguments import get_parser
 from arguments.parse import parse_args
 from arguments.rules.sglang import address_parts
-from tests.unit.command_lines import complete, problems_of
+from tests.unit.command_lines import (
+    assert_refused,
+    complete,
+    problems_of_flags,
+    refused,
+)
 
 SERVER = (
     "class Serving:\n    mem_fraction_static: float = 0.9\n    log_level: str = 'info'\n    "
@@ -94,19 +99,9 @@ REFUSED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("rule", "flags", "flag", "message"),
-    REFUSED,
-    ids=[f"{c[0]}-{i}" for i, c in enumerate(REFUSED)],
-)
-def test_refused(
-    tmp_path: Path, python: str, rule: str, flags: str, flag: str, message: str
-) -> None:
-    words = flags.replace("{python}", python).replace("{folder}", str(tmp_path)).split()
-    found = problems_of(complete(tmp_path, *words))
-    assert [p.flag for p in found] == [flag] and message in str(found[0]), "\n".join(
-        map(str, found)
-    )
+@refused(REFUSED)
+def test_refused(tmp_path: Path, python: str, row: tuple[str, str, str, str]) -> None:
+    assert_refused(problems_of_flags(tmp_path, row[1].replace("{python}", python)), row)
 
 
 def test_flags_that_are_passed_on(tmp_path: Path, python: str) -> None:
