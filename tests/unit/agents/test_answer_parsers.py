@@ -4,6 +4,7 @@ installed, and by our own formats: the same thoughts, texts and calls."""
 from __future__ import annotations
 
 import copy
+import time
 from typing import Any
 
 import pytest
@@ -193,3 +194,26 @@ def test_an_unknown_tool_is_no_call_for_sglang() -> None:
     text = call_text(FAMILIES["qwen3"], [("nothing", {})])
     found = parse_answer(text, SGLANG + "qwen25", tokenizer=None, prefix="", tools=TOOLS)
     assert found == Parsed(text, errors=1)
+
+
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rom"}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("text", "calls", "errors"),
+    [
+        ("<think></think>" * 4000, 0, 0),
+        ("word " * 100_000, 0, 0),
+        (" " * 60_000 + "a", 0, 0),
+        ("\n" * 60_000 + CALL, 1, 0),
+        ((" " * 1000 + "<think></think>") * 250, 0, 0),
+        ("<tool_call>{}</tool_call>" * 4000, 0, 1),
+        (CALL * 2000, 2000, 0),
+    ],
+    ids=["thoughts", "words", "spaces", "lines", "spaces and thoughts", "empty calls", "calls"],
+)
+def test_no_text_takes_transformers_long(text: str, calls: int, errors: int) -> None:
+    began = time.process_time()
+    found = parse_answer(text, TRANSFORMERS, tokenizer=tokenizer_of("qwen3"), prefix=CHATML, tools=TOOLS)  # fmt: skip
+    assert time.process_time() - began < 5
+    assert (len(found.calls), found.errors) == (calls, errors)
