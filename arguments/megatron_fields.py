@@ -345,13 +345,16 @@ EXPERTS: Mapping[str, MegatronField] = {
         "all-to-all."
     ),
     "moe_grouped_gemm": MegatronField(
-        "Use grouped GEMMs for the experts; needs Transformer Engine layers."
+        "Use grouped GEMMs for the experts; needs Transformer Engine layers.",
+        needs=("@transformer_engine",),
     ),
     "moe_permute_fusion": MegatronField(
-        "Fuse token permutation and its inverse; needs Transformer Engine layers."
+        "Fuse token permutation and its inverse; needs Transformer Engine layers.",
+        needs=("@transformer_engine",),
     ),
     "moe_router_fusion": MegatronField(
-        "Fuse top-k routing and the auxiliary loss; needs Transformer Engine layers."
+        "Fuse top-k routing and the auxiliary loss; needs Transformer Engine layers.",
+        needs=("@transformer_engine",),
     ),
 }
 

@@ -123,18 +123,11 @@ def check_reward_function(s: Settings) -> list[Problem]:
 
 def check_evaluation(s: Settings) -> list[Problem]:
     pairs = s.eval.eval_prompt_data
-    interval = s.eval.eval_interval
     file = s.eval.eval_config
     if pairs is not None and file is not None:
         return []  # cannot be combined, which the declared rules report
-    if pairs is None and file is None:
-        if interval is None:
-            return []
-        message = "requires --eval-prompt-data name path, or --eval-config"
-        return problem("eval_interval", interval, message)
-    if interval is None:
-        message = "required with --eval-prompt-data or --eval-config: evaluate every N rollouts"
-        return problem("eval_interval", None, message)
+    if s.eval.eval_interval is None:
+        return []
     if pairs is not None and len(pairs) % 2:
         message = "must be pairs: name path [name path ...]"
         return problem("eval_prompt_data", " ".join(pairs), message)

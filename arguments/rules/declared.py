@@ -19,6 +19,7 @@ from typing import Any
 
 from arguments.flag_registry import GROUPS, FlagTable, flag_table
 from arguments.flags import Flag
+from arguments.megatron_configs import resolve_transformer_impl
 from arguments.rules.base import Settings, problem
 from slime_like.advantages.registry import advantage_estimators, needs_critic
 from slime_like.config import Problem, flag_name, relation_problem
@@ -36,6 +37,10 @@ FACTS: Mapping[str, tuple[Callable[[Settings], bool], str]] = {
     "@pairs": (lambda s: s.algorithm.pair_loss is not None, "--loss-type dpo_loss or rm_loss"),
     "@experts": (lambda s: bool(s.core.get("num_moe_experts")), "experts in the network"),
     "@cuda": (lambda s: s.machine.cuda, "a CUDA device"),
+    "@transformer_engine": (
+        lambda s: resolve_transformer_impl(s.model, s.machine) == "transformer_engine",
+        "layers of Transformer Engine",
+    ),
     "@reward_model": (
         lambda s: s.algorithm.trains_reward_model,
         "--policy-loss-type bradley_terry, which trains all weights of a model without an output "

@@ -26,9 +26,6 @@ def check_teacher_servers(s: Settings) -> list[Problem]:
     opd = s.distillation
     if not opd.use_opd or opd.opd_type != "sglang":
         return []
-    if opd.opd_teacher_load is not None:
-        message = "only valid with --opd-type megatron; --opd-teacher-url names the servers"
-        return problem("opd_teacher_load", opd.opd_teacher_load, message)
     if importlib.util.find_spec("httpx") is None:
         return problem("opd_type", "sglang", f"requires httpx: {pip_install('sglang')}")
     urls = teacher_urls(s)

@@ -358,9 +358,6 @@ def check_token_budget(s: Settings) -> list[Problem]:
     if not s.algorithm.use_dynamic_batch_size:
         return []
     problems = []
-    if s.algorithm.max_tokens_per_gpu is None:
-        message = "required with --use-dynamic-batch-size: maximum tokens of a micro-batch"
-        problems += problem("max_tokens_per_gpu", None, message)
     for name in BY_SAMPLES:
         if name in s.given:
             message = "conflicts with --use-dynamic-batch-size, which fills by tokens; remove it"

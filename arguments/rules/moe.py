@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from arguments.megatron_configs import resolve_transformer_impl
-from arguments.rules.base import LayoutSettings, Rule, Settings, Warn, problem, reject
+from arguments.rules.base import LayoutSettings, Rule, Settings, Warn, problem
 from arguments.rules.pipeline import virtual_stages_of
 from slime_like.config import Problem
-
-NEEDS_TRANSFORMER_ENGINE = ("moe_grouped_gemm", "moe_permute_fusion", "moe_router_fusion")
 
 
 def experts_of(s: LayoutSettings) -> int:
@@ -119,13 +116,6 @@ def check_token_dispatcher(s: Settings) -> list[Problem]:
     return problem("moe_token_dispatcher_type", "allgather", message)
 
 
-def check_expert_kernels(s: Settings) -> list[Problem]:
-    if resolve_transformer_impl(s.model, s.machine) == "transformer_engine":
-        return []
-    flags = {name: s.core.get(name) for name in NEEDS_TRANSFORMER_ENGINE}
-    return reject(flags, "requires Transformer Engine layers; remove it")
-
-
 def check_load_balancing(s: Settings) -> list[Problem]:
     if not experts_of(s):
         return []
@@ -181,7 +171,6 @@ MOE_RULES: tuple[Rule, ...] = (
     check_expert_sequence_parallel,
     check_expert_tensor_parallel,
     check_token_dispatcher,
-    check_expert_kernels,
     check_load_balancing,
     check_router,
     check_routing_replay,

@@ -121,9 +121,6 @@ def check_rollout_functions(s: Settings) -> list[Problem]:
     """Problems of rollout and evaluation functions, and settings incompatible with them."""
     config = s.scheduling
     problems = _check_function_types(s)
-    if config.eval_function_path is not None and not s.evaluates:
-        message = "has no effect: this run does not evaluate; add --eval-interval"
-        problems += problem(EVAL_FUNCTION, config.eval_function_path, message)
     has_function = config.rollout_function_path not in (None, OWN_ROLLOUT)
     if has_function or config.data_source_path is not None:
         flag = flag_name(ROLLOUT_FUNCTION if has_function else "data_source_path")
@@ -177,25 +174,9 @@ def check_hooks(s: Settings) -> list[Problem]:
             "advantages; remove it"
         )
         problems += problem("custom_pg_loss_reducer_function_path", None, message)
-    name = "custom_convert_samples_to_train_data_path"
-    if s.algorithm.kl_coef and s.hooks.custom_convert_samples_to_train_data_path is not None:
-        message = f"has no effect on the rewards of {flag_name(name)}; use --use-kl-loss"
-        problems += problem("kl_coef", s.algorithm.kl_coef, message)
-    return problems
-
-
-def check_reward_post_process(s: Settings) -> list[Problem]:
     path = s.algorithm.custom_reward_post_process_path
-    name = "custom_reward_post_process_path"
-    if path is None:
-        return []
-    if s.supervised or not s.trains:
-        message = "has no effect: this run computes no advantages; remove it"
-        return problem(name, path, message)
-    problems = import_problem(name, path)
-    if s.algorithm.kl_coef:
-        message = f"cannot be combined with {flag_name(name)}; use --use-kl-loss"
-        problems += problem("kl_coef", s.algorithm.kl_coef, message)
+    if path is not None and s.trains and not s.supervised:
+        problems += import_problem("custom_reward_post_process_path", path)
     return problems
 
 
@@ -218,6 +199,5 @@ SCHEDULING_RULES: tuple[Rule, ...] = (
     check_rollout_functions,
     check_rollout_time_limit,
     check_hooks,
-    check_reward_post_process,
     check_reward_server,
 )

@@ -9,6 +9,8 @@ from arguments.schema.rollout import ALL_OR_SOME
 from slime_like.config import AT_LEAST_ONE, NON_NEGATIVE, POSITIVE, UNIT, CheckedSettings, arg
 from slime_like.losses.registry import PolicyLoss, policy_losses
 
+_KL_IN_LOSS = "whose rewards it would not reach; use --use-kl-loss"
+
 
 @dataclass(frozen=True, slots=True)
 class AlgorithmConfig(CheckedSettings):
@@ -65,6 +67,7 @@ class AlgorithmConfig(CheckedSettings):
         "module.function or file.py:function that post-processes the rewards of a rollout, in "
         "place of normalisation within groups: function(args, samples) -> (raw_rewards, rewards), "
         "on rank 0. With grpo and similar estimators the rewards are the advantages.",
+        excludes=("loss_type=sft_loss", "debug_rollout_only, which computes no advantages"),
     )
     singleton_advantage: str = arg(
         "zero",
@@ -141,7 +144,12 @@ class AlgorithmConfig(CheckedSettings):
         0.0,
         "Weight of the KL penalty subtracted from the reward.",
         legal=NON_NEGATIVE,
-        excludes=("loss_type=sft_loss", "kl_loss_coef"),
+        excludes=(
+            "loss_type=sft_loss",
+            "kl_loss_coef",
+            f"custom_reward_post_process_path, {_KL_IN_LOSS}",
+            f"custom_convert_samples_to_train_data_path, {_KL_IN_LOSS}",
+        ),
     )
     kl_ctrl_type: str = arg(
         "fixed",
@@ -275,6 +283,7 @@ class AlgorithmConfig(CheckedSettings):
         "--context-parallel-size in all; a longer sequence gets its own micro-batch.",
         legal=AT_LEAST_ONE,
         needs="use_dynamic_batch_size",
+        required_with="use_dynamic_batch_size",
     )
     log_probs_max_tokens_per_gpu: int | None = arg(
         None,

@@ -99,6 +99,8 @@ class EvalConfig(CheckedSettings):
         "Evaluate every N rollouts, and before the first and after the last one.",
         legal=POSITIVE,
         excludes="@reward_model",
+        needs="eval_prompt_data|eval_config",
+        required_with="eval_prompt_data|eval_config",
     )
     eval_prompt_data: list[str] | None = arg(
         None, "Evaluation sets: name path [name path ...].", nargs="+", metavar="NAME PATH"

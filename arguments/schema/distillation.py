@@ -121,7 +121,7 @@ class DistillationConfig(CheckedSettings):
         "layout.",
         needs="use_opd",
         required_with=("opd_type=megatron", "use_opd"),
-        excludes="opd_type=self",
+        excludes=("opd_type=self", "opd_type=sglang, whose servers --opd-teacher-url names"),
     )
     opd_teacher_ckpt_step: int | None = arg(
         None,

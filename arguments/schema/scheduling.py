@@ -99,6 +99,7 @@ class SchedulingConfig(CheckedSettings):
         None,
         "As --rollout-function-path, for evaluations, with evaluation=True; default: "
         "--rollout-function-path.",
+        needs="eval_interval",
     )
     rollout_function_timeout_s: float = arg(
         3600.0,

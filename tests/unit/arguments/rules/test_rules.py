@@ -273,8 +273,8 @@ CASES: list[tuple[str, str, tuple[str, ...], int, str, str]] = [
      "--custom-rm-path", "nothing"),
     ("check_reward_function", "--custom-rm-path json.nothing", ("--rm-type",), 1,
      "--custom-rm-path", "nothing"),
-    ("check_evaluation", "--eval-interval 2", (), 1, "--eval-interval",
-     "requires --eval-prompt-data"),
+    ("check_declared_rules", "--eval-interval 2", (), 1, "--eval-interval",
+     "without --eval-prompt-data or --eval-config"),
     ("check_evaluation", "--eval-prompt-data a {folder}/prompts.jsonl", (), 1, "--eval-interval",
      "required"),
     ("check_evaluation", "--eval-interval 2 --eval-prompt-data a {folder}/prompts.jsonl b "
