@@ -224,7 +224,7 @@ def test_rollout_only(server: TrainServer, work: Workspace, full_run: Path, tmp_
     assert (
         refused.status == 2
         and "--save" in refused.err
-        and "conflicts with --debug-rollout-only" in refused.err
+        and "cannot be combined with --debug-rollout-only" in refused.err
     )
 
 
