@@ -30,6 +30,7 @@ T = TypeVar("T")
 LAYER_CONFIG_FIELDS = {
     "post_self_attn_layernorm",
     "post_mlp_layernorm",
+    "without_pre_norms",
     "qk_norm_of_all_heads",
     "yarn_rotary_scaling_factor",
 }
@@ -230,6 +231,7 @@ def _layer_config() -> type[TransformerConfig]:
 
         post_self_attn_layernorm: bool = False  # normalise the output before the residual add
         post_mlp_layernorm: bool = False
+        without_pre_norms: bool = False  # do not normalise the inputs of attention and MLP
         qk_norm_of_all_heads: bool = False  # one norm over all query heads, one over all key heads
         window_rotary_base: float | None = None  # rotary base of layers with a sliding window
         embedding_scale: float = 1.0

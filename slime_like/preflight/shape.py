@@ -59,7 +59,8 @@ def shape_of(config: TransformerConfig, gpt: GPTModelConfig) -> ModelShape:
     norm = hidden * (2 if config.normalization == "LayerNorm" else 1)
     bias = config.add_bias_linear
     further = ("post_self_attn_layernorm", "post_mlp_layernorm")  # norms of `LayerConfig`
-    norms = 2 + sum(bool(getattr(config, name, False)) for name in further)
+    norms = 0 if getattr(config, "without_pre_norms", False) else 2
+    norms += sum(bool(getattr(config, name, False)) for name in further)
     attention = norms * norm + (
         _latent(config) if config.multi_latent_attention else _heads(config)
     )

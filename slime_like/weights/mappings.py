@@ -353,6 +353,23 @@ class QKV(Mapping):
 
 
 @dataclass(frozen=True)
+class StackedQKV(QKV):
+    """Query, key and value projections, stored in the file as one tensor `query`, stacked in this
+    order."""
+
+    def hf_shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
+        rows = sizes.query + 2 * sizes.key_value
+        return {self.query: (rows,) if self.bias else (rows, sizes.hidden)}
+
+    def _blocks(self, sizes: Sizes) -> Iterator[TensorPart]:
+        starts = {self.query: 0, self.key: sizes.query, self.value: sizes.query + sizes.key_value}
+        for block in super()._blocks(sizes):
+            assert block.hf is not None
+            start = starts[block.hf]
+            yield TensorPart(self.query, start + block.start, start + block.stop)
+
+
+@dataclass(frozen=True)
 class GatedQKV(QKV):
     """Like QKV, for attention with an output gate. The file has each query head followed by its
     gate; megatron-core has a group's gates between its queries and its key."""

@@ -18,8 +18,9 @@ from torch import Tensor
 from arguments.hf.moe import moe_layers
 from arguments.schema import GPTModelConfig
 from slime_like.weights.families import EMBEDDING, OUTPUT_LAYER, ModelFamily, model_families
-from slime_like.weights.families.base import ATTENTION, HF_ATTENTION, PredictionNames
+from slime_like.weights.families.base import ATTENTION, PredictionNames
 from slime_like.weights.mappings import (
+    ColumnParallel,
     Mapping,
     Replicated,
     ReplicatedRows,
@@ -35,14 +36,7 @@ if TYPE_CHECKING:
 
 
 # Transformer Engine's layers replicate the down-projections on every tensor-parallel rank
-_REPLICATED_DOWN_PROJECTIONS: dict[str, Mapping] = {
-    f"{ATTENTION}.linear_q_down_proj.weight": ReplicatedRows(
-        f"{HF_ATTENTION}.q_a_proj.weight", "q_latent"
-    ),
-    f"{ATTENTION}.linear_kv_down_proj.weight": ReplicatedRows(
-        f"{HF_ATTENTION}.kv_a_proj_with_mqa.weight", "kv_latent_and_rotary"
-    ),
-}
+_DOWN_PROJECTIONS = tuple(f"{ATTENTION}.linear_{part}_down_proj.weight" for part in ("q", "kv"))
 
 # A critic's head under the names of *ForTokenClassification. *ForSequenceClassification has the
 # same weight but no bias.
@@ -133,7 +127,10 @@ def _configured(family: ModelFamily, config: TransformerConfig) -> dict[str, Map
     parameters = dict(family.parameters)
     if config.multi_latent_attention:
         if config.transformer_impl == "transformer_engine":
-            parameters |= _REPLICATED_DOWN_PROJECTIONS
+            for name in _DOWN_PROJECTIONS:
+                sharded = parameters[name]
+                assert isinstance(sharded, ColumnParallel)
+                parameters[name] = ReplicatedRows(sharded.hf, sharded.rows)
         for name in _QUERY_LATENT if config.q_lora_rank is None else _QUERY_PROJECTION:
             parameters.pop(name)
         return parameters

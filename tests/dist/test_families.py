@@ -66,6 +66,24 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "DeepseekV32ForCausalLM",
         {"rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.9}},
     ),
+    "Olmo-3 with YaRN": (
+        "Olmo3ForCausalLM",
+        {
+            "num_hidden_layers": 4,
+            "rope_parameters": {
+                "full_attention": {**YARN, "attention_factor": 1.3},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            },
+        },
+    ),
+    "EXAONE-4-1.2B": (
+        "Exaone4ForCausalLM",
+        {
+            "sliding_window": None,
+            "sliding_window_pattern": None,
+            "layer_types": ["full_attention"] * 3,
+        },
+    ),
     "GLM-4-9B": ("Glm4ForCausalLM", {"attention_bias": False, "tie_word_embeddings": True}),
 }
 # Not against transformers: too few heads of the indexer for distinct scores, since ReLU makes many
@@ -129,6 +147,12 @@ CELLS = {
         ("tied index scores", f"{CP2} {EP2}"),
         ("Glm4MoeForCausalLM", f"{CP2} {EP2}"),
         ("Glm4ForCausalLM", TP2),
+        ("Olmo-3 with YaRN", TP2),
+        ("Olmo2ForCausalLM", CP2),
+        ("Exaone4ForCausalLM", TP2),
+        ("Phi3ForCausalLM", TP2),
+        ("Qwen3VLMoeForConditionalGeneration", TP2_EP2),
+        ("Mistral3ForConditionalGeneration", CP2),
         ("Glm4ForCausalLM", f"{CP2} {RECOMPUTE['recompute']}"),
         ("YaRN", TP2),
         ("YaRN", CP2),
@@ -152,6 +176,7 @@ CELLS = {
     4: [
         ("Glm4MoeForCausalLM", f"{PP2} {EP2}"),
         ("Gemma3ForCausalLM", f"{PP2} {TP2}"),
+        ("Olmo3ForCausalLM", f"{PP2} {CP2} {RECOMPUTE['recompute']}"),
         ("GptOssForCausalLM", f"{PP2} {EP2} {RECOMPUTE['recompute']}"),
         ("GptOssForCausalLM", f"{TP2_EP2} {CP2}"),
         ("windows in some layers", f"{PP2} {CP2} {RECOMPUTE['recompute']}"),
@@ -185,6 +210,7 @@ def family_layouts(folder: Path) -> FamilyLayouts:
 
     def make(family: str, folder: Path) -> None:
         like, changes = (CASES | TIES)[family]
+        changes = {k: v for k, v in changes.items() if k != "num_hidden_layers"}
         if "layer_types" in changes:
             changes = changes | {"layer_types": [*changes["layer_types"], "full_attention"]}
         make_tiny_model(like, folder, num_hidden_layers=4, **changes)

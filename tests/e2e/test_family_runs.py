@@ -24,6 +24,7 @@ from tests.e2e.programs import TrainServer
         *("SeedOssForCausalLM", "SmolLM3ForCausalLM"),
         *("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"),
         *("Qwen3VLMoeForConditionalGeneration", "Mistral3ForConditionalGeneration"),
+        *("Olmo3ForCausalLM", "Exaone4ForCausalLM", "Phi3ForCausalLM"),
         *("Glm4vForConditionalGeneration", "KimiK25ForConditionalGeneration"),
     ],
 )

@@ -113,7 +113,7 @@ def layers(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str, A
                 "changed": sorted(
                     name
                     for name, tensor in exported.items()
-                    if name not in source or not torch.equal(tensor, source[name].bfloat16())
+                    if name not in source or not torch.equal(tensor, source[name].to(tensor.dtype))
                 ),
                 "exported": len(exported),
             }

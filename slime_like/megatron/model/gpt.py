@@ -43,6 +43,7 @@ MODEL_FUNCTION = {
     "normalization": "", "layernorm_epsilon": "rms_norm_eps", "qk_layernorm": "",
     "gated_linear_unit": "", "add_bias_linear": "", "add_qkv_bias": "attention_bias",
     "rotary_interleaved": "", "post_self_attn_layernorm": "", "post_mlp_layernorm": "",
+    "without_pre_norms": "",
     "qk_norm_of_all_heads": "", "yarn_rotary_scaling_factor": "",
     "yarn_original_max_position_embeddings": "", "yarn_beta_fast": "", "yarn_beta_slow": "",
     "yarn_mscale": "", "yarn_mscale_all_dim": "", "yarn_correction_range_round_to_int": "",

@@ -1,18 +1,23 @@
 """Norms that megatron-core's layers lack, added through the layer spec: post-norms after attention
-and MLP (GLM-4; Gemma 3, where layers with a sliding window also have their own rotary base), norms
-over all heads of queries or keys at once (MiniMax-M2), and zero-centered norms."""
+and MLP (GLM-4; OLMo 2 and EXAONE 4, which have no others; Gemma 3, where layers with a sliding
+window also have their own rotary base), norms over all heads of queries or keys at once
+(MiniMax-M2), and zero-centered norms."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
+from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region,
 )
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -80,6 +85,11 @@ class PostNormLayer(TransformerLayer):
         layers = config.window_attn_skip_freq
         if is_layer_window_attention(size, layers, self.layer_number):
             self.rotary_base = config.window_rotary_base
+            if self.rotary_base is not None and config.yarn_rotary_scaling_factor != 1:
+                # YaRN's scale of cosines and sines, which attention computes from its config
+                plain = copy.copy(config)
+                plain.yarn_rotary_scaling_factor = 1.0
+                self.self_attention.config = plain
 
     def forward(self, *args: object, **settings: object) -> object:
         angles = settings.get("rotary_pos_emb")
@@ -168,6 +178,8 @@ def add_norms(layer: ModuleSpec, config: TransformerConfig) -> None:
     """Add the norms that `config` asks for to a layer spec."""
     if config.post_self_attn_layernorm or config.post_mlp_layernorm:
         layer.module = PostNormLayer
+    if config.without_pre_norms:
+        _remove_pre_norms(layer)
     if config.qk_norm_of_all_heads:
         attention = layer.submodules.self_attention.submodules
         attention.q_layernorm = QueryNorm
@@ -177,3 +189,19 @@ def add_norms(layer: ModuleSpec, config: TransformerConfig) -> None:
         parts.input_layernorm = parts.pre_mlp_layernorm = ZeroCenteredRMSNorm
         attention = parts.self_attention.submodules
         attention.q_layernorm = attention.k_layernorm = ZeroCenteredRMSNorm
+
+
+def _remove_pre_norms(layer: ModuleSpec) -> None:
+    """Replace the norms of the inputs, or Transformer Engine's layers that begin with one."""
+    parts = layer.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = IdentityOp
+    mlp = parts.mlp  # a ModuleSpec, or since 0.18 a functools.partial
+    linears = (
+        (parts.self_attention.submodules, "linear_qkv"),
+        (mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules, "linear_fc1"),
+    )
+    for owner, name in linears:
+        if getattr(owner, name) is not ColumnParallelLinear:
+            from megatron.core.extensions.transformer_engine import TEColumnParallelLinear
+
+            setattr(owner, name, TEColumnParallelLinear)

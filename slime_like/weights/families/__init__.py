@@ -3,6 +3,7 @@
 from slime_like.weights.families import (  # noqa: F401  (each registers its family)
     deepseek_v3,
     deepseek_v32,
+    exaone4,
     gemma3,
     glm4,
     glm4_moe,
@@ -12,6 +13,8 @@ from slime_like.weights.families import (  # noqa: F401  (each registers its fam
     minimax_m2,
     mistral,
     mixtral,
+    olmo,
+    phi3,
     qwen2,
     qwen2_moe,
     qwen3,

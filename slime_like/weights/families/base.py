@@ -88,6 +88,16 @@ def after_max_window_layers(reader: ConfigReader) -> list[bool]:
     return [used and layer >= first for layer in range(reader.number("num_hidden_layers"))]
 
 
+def window_theta(reader: ConfigReader, key: str = "rope_theta", default: float = 10000.0) -> float:
+    """rope_theta of the layers with a window, which have plain rotary embeddings, from the keys of
+    either version of transformers. key: its name in files of version 4."""
+    rope = (reader.config.get("rope_parameters") or {}).get("sliding_attention") or {}
+    theta = rope.get("rope_theta") or reader.number(key, default, whole=False)
+    if rope.get("rope_type", "default") != "default":
+        reader.refuse(f"sliding_attention with rope_type {rope['rope_type']!r} is not supported")
+    return float(theta)
+
+
 WINDOWS = frozenset({"full_attention", "sliding_attention"})  # `layer_types` with windows
 
 

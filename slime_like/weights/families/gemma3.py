@@ -9,6 +9,7 @@ from slime_like.weights.families.base import (
     ConfigReader,
     ModelFamily,
     register_model_family,
+    window_theta,
 )
 from slime_like.weights.mappings import Mapping, Replicated
 
@@ -50,18 +51,9 @@ def _settings(reader: ConfigReader) -> dict[str, object]:
         "layernorm_zero_centered_gamma": True,
         "post_self_attn_layernorm": True,
         "post_mlp_layernorm": True,
-        "window_rotary_base": _window_theta(reader),
+        "window_rotary_base": window_theta(reader, "rope_local_base_freq"),
         "embedding_scale": float(reader.number("hidden_size")) ** 0.5,
     }
-
-
-def _window_theta(reader: ConfigReader) -> float:
-    """rope_theta of the layers with a window, from the keys of either version of transformers."""
-    rope = (reader.config.get("rope_parameters") or {}).get("sliding_attention") or {}
-    theta = rope.get("rope_theta") or reader.number("rope_local_base_freq", 10000.0, whole=False)
-    if rope.get("rope_type", "default") != "default":
-        reader.refuse(f"sliding_attention with rope_type {rope['rope_type']!r} is not supported")
-    return float(theta)
 
 
 def _five_of_six(reader: ConfigReader) -> list[bool]:

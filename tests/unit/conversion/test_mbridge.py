@@ -25,7 +25,6 @@ from arguments.megatron_configs import build_megatron_configs  # noqa: E402
 from arguments.rules.network import ShardedNetwork, layout_problems  # noqa: E402
 from arguments.schema import GPTModelConfig, ModelConfig  # noqa: E402
 from slime_like.conversion.network import NO_ACCELERATOR, conversion_layout  # noqa: E402
-from slime_like.weights.families import model_families  # noqa: E402
 from slime_like.weights.hf_import import _fill  # noqa: E402
 from slime_like.weights.parameter_map import (  # noqa: E402
     canonical_name,
@@ -167,7 +166,3 @@ def test_the_same_shards_and_the_same_tensors_back(
             ), name
             seen |= set(hf_names)
         assert seen == files.names - {"lm_head.weight"} if "tied" in case else seen == files.names
-
-
-def test_every_family_is_judged() -> None:
-    assert {f"{name}ForCausalLM" for name in MODELS} == set(model_families.names())

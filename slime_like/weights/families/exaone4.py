@@ -1,0 +1,59 @@
+"""EXAONE 4: norms of the outputs of attention and MLP in place of those of their inputs, norms of
+queries and keys by head. Where some layers have a sliding window, the others have no rotary
+embedding."""
+
+from __future__ import annotations
+
+from slime_like.weights.families import olmo, qwen3
+from slime_like.weights.families.base import (
+    ATTENTION,
+    WINDOWS,
+    ConfigReader,
+    ModelFamily,
+    register_model_family,
+)
+from slime_like.weights.mappings import Mapping
+
+PARAMETERS: dict[str, Mapping] = {
+    **olmo.POST_NORM_PARAMETERS,
+    **{
+        name: mapping
+        for name, mapping in qwen3.PARAMETERS.items()
+        if name.startswith((f"{ATTENTION}.q_layernorm", f"{ATTENTION}.k_layernorm"))
+    },
+}
+
+
+def _windows(reader: ConfigReader) -> list[bool]:
+    """By `sliding_window_pattern`: "LLLG", local and global layers, or a number, of which the last
+    is global. The last layer of the model is global in either case."""
+    pattern = reader.config.get("sliding_window_pattern") or 4
+    letters = pattern if isinstance(pattern, str) else "L" * (pattern - 1) + "G"
+    layers = reader.number("num_hidden_layers")
+    return [letters[n % len(letters)] == "L" and n < layers - 1 for n in range(layers)]
+
+
+def _settings(reader: ConfigReader) -> dict[str, object]:
+    config = reader.config
+    settings = dict(olmo.POST_NORM_SETTINGS)
+    if config.get("sliding_window") is None:
+        return settings
+    kinds = config.get("layer_types")
+    windows = [k == "sliding_attention" for k in kinds] if kinds else _windows(reader)
+    return {**settings, "no_rope_freq": [int(not window) for window in windows]}
+
+
+register_model_family(
+    ModelFamily(
+        "Exaone4ForCausalLM",
+        "exaone4",
+        PARAMETERS,
+        required=("num_key_value_heads",),
+        keys=frozenset({"sliding_window_pattern"}),
+        settings=_settings,
+        windows=_windows,
+        layer_types=WINDOWS,
+        published=("EXAONE-4",),
+        tiny={"head_dim": 16, "sliding_window": 6, "sliding_window_pattern": 2},
+    )
+)
