@@ -23,6 +23,7 @@ from arguments.megatron_configs import resolve_transformer_impl
 from arguments.rules.base import Settings, problem
 from slime_like.advantages.registry import advantage_estimators, needs_critic
 from slime_like.config import Problem, flag_name, relation_problem
+from slime_like.text import mask_settings
 
 
 def has_critic(s: Settings) -> bool:
@@ -230,11 +231,12 @@ def violation(flag: Flag, s: Settings) -> str | None:
     for condition in flag.excludes:
         if holds(condition, s):
             test, reason = without_reason(condition)
+            other = _described_with_value(test, s)
             if reason:
-                return _with_reason(f"cannot be combined with {describe(condition)}", reason)
+                return _with_reason(f"cannot be combined with {other}", reason)
             if "=" in test:
-                return f"has no effect with {describe(condition)}; remove it"
-            return f"cannot be combined with {describe(condition)}; set only one of them"
+                return f"has no effect with {other}; remove it"
+            return f"cannot be combined with {other}; set only one of them"
     for condition in flag.only_with:
         if not holds(condition, s):
             _, reason = without_reason(condition)
@@ -246,6 +248,15 @@ def violation(flag: Flag, s: Settings) -> str | None:
         return f"requires {describe(unmet[0])}, {without_reason(unmet[0])[1]}"
     remedy = _remedy(unmet[0]) if len(unmet) == 1 else "add them or remove this flag"
     return f"has no effect without {' and '.join(map(describe, unmet))}; {remedy}"
+
+
+def _described_with_value(test: str, s: Settings) -> str:
+    """`describe`, with the number or word that a setting has, for a condition on one setting."""
+    if not test.isidentifier():
+        return describe(test)
+    value = value_of(s, test)
+    shown = isinstance(value, int | float | str) and not isinstance(value, bool)
+    return str(mask_settings(f"{flag_name(test)} {value}")) if shown else flag_name(test)
 
 
 def _with_reason(message: str, reason: str) -> str:

@@ -76,7 +76,7 @@ REFUSED = [
     ("", "--lora-rank 4 --debug-rollout-only",
      "--debug-rollout-only: cannot be combined with --lora-rank"),
     ("", "--lora-rank 4 --decoupled-lr 1e-3",
-     "--decoupled-lr (given: 0.001): cannot be combined with --lora-rank, which freezes the "
+     "--decoupled-lr (given: 0.001): cannot be combined with --lora-rank 4, which freezes the "
      "embedding and the output layer; remove it"),
     ("check_lora_base",
      "--lora-rank 4 --use-kl-loss --kl-loss-coef 0.1 --ref-load {folder}/hf --ref-offload",
@@ -94,7 +94,7 @@ REFUSED = [
     ("", "--lora-rank 4 --critic-lora-rank 4",
      "--critic-lora-rank (given: 4): only valid with --advantage-estimator ppo"),
     ("", f"{PPO} --lora-rank 4 --critic-lora-rank 4 --critic-load {{folder}}/hf",
-     "cannot be combined with --critic-lora-rank, which takes the base model of the policy"),
+     "cannot be combined with --critic-lora-rank 4, which takes the base model of the policy"),
     ("", f"{PPO} --lora-rank 4 --critic-lora-rank 4 --lora-target-modules unembed",
      "a critic has no output layer; add attn or mlp"),
 ]  # fmt: skip

@@ -212,7 +212,7 @@ CASES: list[tuple[str, str, tuple[str, ...], int, str, str]] = [
         "--loss-type sft_loss",
     ),
     ("check_declared_rules", "--kl-coef 0.1 --kl-loss-coef 0.1 --use-kl-loss --ref-load {folder}/hf", (),
-     1, "--kl-coef", "set only one of them"),
+     1, "--kl-coef", "with --kl-loss-coef 0.1; set only one of them"),
     ("check_declared_rules", "--kl-loss-coef 0.1", (), 1, "--kl-loss-coef",
      "without --use-kl-loss"),
     ("check_declared_rules", "--use-unbiased-kl", (), 1, "--use-unbiased-kl",
