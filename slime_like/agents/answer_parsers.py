@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 TRANSFORMERS = "transformers"
 SGLANG = "sglang:"
 THOUGHT = "<think>"
+# Characters that SGLang's expressions may search, about a second: from each opening mark without a
+# closing one they search the rest of the text. 24,000 such marks, each a token, would take 20 s.
+MAX_SEARCHED = 10**8
 
 
 def default_format(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -92,6 +95,9 @@ def _by_sglang(answer: Parsed, name: str, tokenizer: object, tools: Sequence[obj
     parser = FunctionCallParser(sglang_tools, name, tokenizer=tokenizer)
     if not parser.has_tool_call(answer.content):
         return answer
+    opening = parser.detector.bot_token
+    if opening and answer.content.count(opening) * len(answer.content) > MAX_SEARCHED:
+        raise ValueError("too many opening marks")
     content, parsed_calls = parser.parse_non_stream(answer.content)
     if not parsed_calls:
         raise ValueError("no call could be read")

@@ -4,7 +4,11 @@ installed, and by our own formats: the same thoughts, texts and calls."""
 from __future__ import annotations
 
 import copy
+import json
+import re
+import sys
 import time
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -217,3 +221,43 @@ def test_no_text_takes_transformers_long(text: str, calls: int, errors: int) -> 
     found = parse_answer(text, TRANSFORMERS, tokenizer=tokenizer_of("qwen3"), prefix=CHATML, tools=TOOLS)  # fmt: skip
     assert time.process_time() - began < 5
     assert (len(found.calls), found.errors) == (calls, errors)
+
+
+class SglangsParser:
+    """Reads calls with the expression of SGLang's qwen25 detector (0.5.23)."""
+
+    def __init__(self, tools: list[object], name: str, tokenizer: object) -> None:
+        self.detector = SimpleNamespace(bot_token="<tool_call>")
+
+    def has_tool_call(self, text: str) -> bool:
+        return self.detector.bot_token in text
+
+    def parse_non_stream(self, text: str) -> tuple[str, list[object]]:
+        found = re.findall("<tool_call>(.*?)</tool_call>", text, re.DOTALL)
+        return text[: text.find("<tool_call>")], [
+            SimpleNamespace(name=call["name"], parameters=json.dumps(call["arguments"]))
+            for call in map(json.loads, found)
+        ]
+
+
+def test_marks_that_nothing_closes_do_not_take_sglang_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    package = "sglang.srt"
+    for name in (
+        "sglang", package, f"{package}.entrypoints", f"{package}.entrypoints.openai", f"{package}.function_call"
+    ):  # fmt: skip
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    protocol = ModuleType("protocol")
+    protocol.Tool = SimpleNamespace(model_validate=lambda tool: tool)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, f"{package}.entrypoints.openai.protocol", protocol)
+    parsers = ModuleType("parsers")
+    parsers.FunctionCallParser = SglangsParser  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, f"{package}.function_call.function_call_parser", parsers)
+    settings = dict(tokenizer=None, prefix="", tools=TOOLS)
+    began = time.process_time()
+    text = "<tool_call>" * 24_000
+    assert parse_answer(text, SGLANG + "qwen25", **settings) == Parsed(text, errors=1)  # type: ignore[arg-type]
+    assert time.process_time() - began < 5
+    found = parse_answer("word " * 20_000 + CALL * 100, SGLANG + "qwen25", **settings)  # type: ignore[arg-type]
+    assert list(found.calls) == [("weather", {"city": "Rom"})] * 100 and found.errors == 0
