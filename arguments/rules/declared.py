@@ -139,14 +139,17 @@ def check_declared_rules(s: Settings) -> list[Problem]:
 
 def flags_without(hidden: frozenset[str]) -> Iterator[Flag]:
     """The flags with declared rules, without those of `hidden` settings and without conditions on
-    them."""
+    them. A setting that is required with a hidden one is not required."""
     for flag in _flags_with_rules(flag_table()):
-        if flag.dest not in hidden:
-            visible: dict[str, Any] = {
-                kind: tuple(c for c in getattr(flag, kind) if hidden.isdisjoint(names_in(c)))
-                for kind in _KINDS
-            }
-            yield dataclasses.replace(flag, **visible)
+        if flag.dest in hidden:
+            continue
+        visible: dict[str, Any] = {
+            kind: tuple(c for c in getattr(flag, kind) if hidden.isdisjoint(names_in(c)))
+            for kind in _KINDS
+        }
+        if visible["required_with"] != flag.required_with:
+            visible["required_with"] = ()
+        yield dataclasses.replace(flag, **visible)
 
 
 def names_in(condition: str) -> set[str]:

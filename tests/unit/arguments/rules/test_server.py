@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from arguments.parse import SERVER, parse_args
+from arguments.rules.declared import flags_without
 from arguments.rules.server import is_loopback
 from slime_like.config import ConfigError
 from tests.unit.command_lines import assert_refused, refused, write_files
@@ -99,3 +100,12 @@ def test_a_model_is_enough(folder: Path) -> None:
 def test_loopback() -> None:
     assert all(map(is_loopback, ("127.0.0.1", "127.3.2.1", "localhost", "::1")))
     assert not any(map(is_loopback, ("0.0.0.0", "::", "10.0.0.1", "host.example")))
+
+
+def test_rules_with_settings_of_the_trainer_are_left_out() -> None:
+    """A condition on one; and what is required with one and another is not required."""
+    flags = {flag.dest: flag for flag in flags_without(frozenset({"use_opd", "lora_rank"}))}
+    assert "use_opd" not in flags
+    assert flags["hf_checkpoint"].required_with == ()
+    assert flags["use_precision_aware_optimizer"].excludes == ()
+    assert flags["use_precision_aware_optimizer"].needs != ()
