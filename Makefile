@@ -16,7 +16,7 @@ PYTEST := OMP_NUM_THREADS=$(TEST_THREADS) $(BIN)/python -m pytest -q -n $(TEST_W
 # Write bytecode even if the image disables it: hundreds of test processes import our modules.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: install demo test test-extended test-slow test-processors test-pretend-gpu te-python fuzz test-learning test-slurm sglang-env test-sglang cookbook-env test-cookbook newest-env test-newest see-env test-see trl-env bench-trl gpu-check docs-env docs lint format typecheck flags parity parity-full clean
+.PHONY: install demo test test-extended test-slow test-processors test-pretend-gpu te-python fuzz test-learning test-slurm sglang-env test-sglang cookbook-env test-cookbook newest-env test-newest see-env test-see trl-env bench-trl gpu-check docs-env docs lint format typecheck flags proto parity parity-full clean
 
 install: $(STAMP)
 
@@ -180,6 +180,9 @@ format: install
 
 flags: install
 	$(BIN)/python scripts/generate_flags_doc.py
+
+proto: install
+	$(BIN)/python -m grpc_tools.protoc -Islime_like/tinker --descriptor_set_out=slime_like/tinker/tinker_public.binpb tinker_public.proto
 
 parity: install
 	$(BIN)/python benchmarks/parity_table.py
