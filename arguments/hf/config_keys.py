@@ -114,9 +114,120 @@ REFUSED_WHEN_SET = {
     "pruned_heads": "pruned heads are not supported",
     "tie_encoder_decoder": "encoder-decoder models are not supported",
 }
-# Popular architectures that are not supported -> the missing feature.
-UNSUPPORTED: Mapping[str, str] = {
-    "DeepseekV4ForCausalLM": "attention to compressed keys and several residual streams",
+_MAMBA = "Mamba layers"
+_STREAMS = "several residual streams"
+_MULTIPLIERS = "multipliers of embeddings, residual terms and logits"
+_CLASSIC = "LayerNorm with biases and an MLP without a gate"
+# Popular architectures that are not supported -> (what is missing, the nearest family).
+UNSUPPORTED: Mapping[str, tuple[str, str]] = {
+    "DeepseekV2ForCausalLM": ("softmax routing by groups", "DeepseekV3ForCausalLM"),
+    "DeepseekV4ForCausalLM": (
+        f"attention to compressed keys and {_STREAMS}",
+        "DeepseekV32ForCausalLM",
+    ),
+    "Glm5NextForConditionalGeneration": (
+        f"Kimi delta attention, {_STREAMS} and attention to pooled keys",
+        "GlmMoeDsaForCausalLM",
+    ),
+    **dict.fromkeys(
+        ("Qwen4ExpForCausalLM", "Qwen4ExpForConditionalGeneration"),
+        (
+            f"{_STREAMS} with gates, attention to pooled keys and a memory of n-grams",
+            "Qwen3_5MoeForConditionalGeneration",
+        ),
+    ),
+    **dict.fromkeys(
+        (
+            "NemotronHForCausalLM",
+            "MambaForCausalLM",
+            "Mamba2ForCausalLM",
+            "FalconMambaForCausalLM",
+            "FalconH1ForCausalLM",
+            "BambaForCausalLM",
+            "JambaForCausalLM",
+            "ZambaForCausalLM",
+            "Zamba2ForCausalLM",
+            "GraniteMoeHybridForCausalLM",
+        ),
+        (_MAMBA, "Qwen3NextForCausalLM"),
+    ),
+    **dict.fromkeys(
+        ("Lfm2ForCausalLM", "Lfm2MoeForCausalLM", "Lfm2VlForConditionalGeneration"),
+        ("short convolutions in place of attention", "Qwen3NextForCausalLM"),
+    ),
+    **dict.fromkeys(
+        ("MiniMaxForCausalLM", "MiniMaxText01ForCausalLM", "MiniMaxM1ForCausalLM"),
+        ("lightning attention", "MiniMaxM2ForCausalLM"),
+    ),
+    "BailingHybridForCausalLM": ("linear attention with its own decay", "Qwen3NextForCausalLM"),
+    "MiMoV2FlashForCausalLM": (
+        "keys and values of different sizes, and other numbers of them in layers with a window",
+        "GptOssForCausalLM",
+    ),
+    "Step3p7ForConditionalGeneration": (
+        "other numbers of heads in layers with a window",
+        "Qwen3MoeForCausalLM",
+    ),
+    **dict.fromkeys(
+        ("Llama4ForCausalLM", "Llama4ForConditionalGeneration"),
+        ("attention within chunks and queries scaled by position", "LlamaForCausalLM"),
+    ),
+    "Ministral3ForCausalLM": ("queries scaled by position", "MistralForCausalLM"),
+    **dict.fromkeys(
+        ("GemmaForCausalLM", "Gemma2ForCausalLM"),
+        ("soft caps of scores and logits, or no norms of queries and keys", "Gemma3ForCausalLM"),
+    ),
+    **dict.fromkeys(
+        ("Gemma3nForCausalLM", "Gemma3nForConditionalGeneration"),
+        ("embeddings by layer and alternating updates", "Gemma3ForCausalLM"),
+    ),
+    **dict.fromkeys(
+        ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),
+        ("sizes of heads that differ by layer", "Gemma3ForCausalLM"),
+    ),
+    **dict.fromkeys(
+        ("GraniteForCausalLM", "GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM"),
+        (_MULTIPLIERS, "LlamaForCausalLM"),
+    ),
+    "MiniCPM3ForCausalLM": (_MULTIPLIERS, "DeepseekV3ForCausalLM"),
+    **dict.fromkeys(
+        ("CohereForCausalLM", "Cohere2ForCausalLM"),
+        ("attention and MLP in parallel, and scaled logits", "LlamaForCausalLM"),
+    ),
+    "LongcatFlashForCausalLM": (
+        "two attentions in a layer and experts that pass their input on",
+        "DeepseekV3ForCausalLM",
+    ),
+    "Ernie4_5_MoeForCausalLM": ("softmax routing with a bias", "Qwen3MoeForCausalLM"),
+    **dict.fromkeys(
+        ("HunYuanDenseV1ForCausalLM", "HunYuanMoEV1ForCausalLM"),
+        ("norms of queries and keys after their rotation", "Qwen3ForCausalLM"),
+    ),
+    "ApertusForCausalLM": ("xIELU activations", "LlamaForCausalLM"),
+    "PhimoeForCausalLM": ("sparse mixing in the router, and LayerNorm", "MixtralForCausalLM"),
+    "OlmoForCausalLM": ("norms without weights", "Olmo2ForCausalLM"),
+    **dict.fromkeys(
+        (
+            "GPT2LMHeadModel",
+            "GPTNeoXForCausalLM",
+            "GPTBigCodeForCausalLM",
+            "Starcoder2ForCausalLM",
+            "NemotronForCausalLM",
+            "PhiForCausalLM",
+            "OPTForCausalLM",
+            "FalconForCausalLM",
+            "BloomForCausalLM",
+        ),
+        (_CLASSIC, "LlamaForCausalLM"),
+    ),
+    **dict.fromkeys(
+        ("Qwen3OmniMoeForConditionalGeneration", "Qwen2_5OmniForConditionalGeneration"),
+        ("speech", "Qwen3VLMoeForConditionalGeneration"),
+    ),
+    **dict.fromkeys(
+        ("InternVLForConditionalGeneration", "LlavaForConditionalGeneration"),
+        ("a text model of any kind", "Qwen3VLForConditionalGeneration"),
+    ),
 }
 ACTIVATIONS = {"silu": "silu", "swish": "silu"}
 DTYPES = ("float32", "bfloat16", "float16")

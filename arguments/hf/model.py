@@ -165,7 +165,11 @@ def _family(reader: _Reader, value_head: bool) -> tuple[str, ModelFamily]:
         names = [VALUE_MODELS.sub("ForCausalLM", str(name)) for name in names]
         legal += ", or these with ForTokenClassification or ForSequenceClassification"
     if len(names) == 1 and names[0] in UNSUPPORTED and names[0] not in model_families.names():
-        message = f"config.json: {names[0]} is not supported: it has {UNSUPPORTED[names[0]]}"
+        missing, nearest = UNSUPPORTED[names[0]]
+        message = (
+            f"config.json: {names[0]} is not supported: it has {missing}; the nearest family here "
+            f"is {nearest}"
+        )
         raise UnsupportedNetwork([Problem("--hf-checkpoint", reader.folder, message)])
     if len(names) != 1 or names[0] not in model_families.names():
         reader.refuse(f"architectures {names!r} is not supported; legal values: one of {legal}")

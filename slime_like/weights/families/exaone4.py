@@ -24,7 +24,7 @@ PARAMETERS: dict[str, Mapping] = {
 }
 
 
-def _windows(reader: ConfigReader) -> list[bool]:
+def windows(reader: ConfigReader) -> list[bool]:
     """By `sliding_window_pattern`: "LLLG", local and global layers, or a number, of which the last
     is global. The last layer of the model is global in either case."""
     pattern = reader.config.get("sliding_window_pattern") or 4
@@ -33,14 +33,19 @@ def _windows(reader: ConfigReader) -> list[bool]:
     return [letters[n % len(letters)] == "L" and n < layers - 1 for n in range(layers)]
 
 
-def _settings(reader: ConfigReader) -> dict[str, object]:
+def rotated_in_windows(reader: ConfigReader) -> dict[str, object]:
+    """megatron-core's setting for layers without rotary embedding: those without a window, if some
+    have one."""
     config = reader.config
-    settings = dict(olmo.POST_NORM_SETTINGS)
     if config.get("sliding_window") is None:
-        return settings
+        return {}
     kinds = config.get("layer_types")
-    windows = [k == "sliding_attention" for k in kinds] if kinds else _windows(reader)
-    return {**settings, "no_rope_freq": [int(not window) for window in windows]}
+    used = [kind == "sliding_attention" for kind in kinds] if kinds else windows(reader)
+    return {"no_rope_freq": [int(not window) for window in used]}
+
+
+def _settings(reader: ConfigReader) -> dict[str, object]:
+    return {**olmo.POST_NORM_SETTINGS, **rotated_in_windows(reader)}
 
 
 register_model_family(
@@ -51,7 +56,7 @@ register_model_family(
         required=("num_key_value_heads",),
         keys=frozenset({"sliding_window_pattern"}),
         settings=_settings,
-        windows=_windows,
+        windows=windows,
         layer_types=WINDOWS,
         published=("EXAONE-4",),
         tiny={"head_dim": 16, "sliding_window": 6, "sliding_window_pattern": 2},

@@ -39,11 +39,11 @@ POST_NORM_SETTINGS: dict[str, object] = {
     "without_pre_norms": True,
     "qk_layernorm": True,
 }
-PARAMETERS: dict[str, Mapping] = {
-    **POST_NORM_PARAMETERS,
+NORMS_OF_ALL_HEADS: dict[str, Mapping] = {
     f"{ATTENTION}.q_layernorm.weight": Replicated(f"{HF_ATTENTION}.q_norm.weight", "query"),
     f"{ATTENTION}.k_layernorm.weight": Replicated(f"{HF_ATTENTION}.k_norm.weight", "key_value"),
 }
+PARAMETERS: dict[str, Mapping] = {**POST_NORM_PARAMETERS, **NORMS_OF_ALL_HEADS}
 
 
 def _settings(reader: ConfigReader) -> dict[str, object]:

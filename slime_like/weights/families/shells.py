@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from slime_like.weights import mappings
 from slime_like.weights.families import (  # noqa: F401  (each registers the text's family)
     deepseek_v3,
+    exaone4,
     gemma3,
     glm4,
     glm4_moe,
@@ -194,6 +195,17 @@ for _family in (
         },
     ),
     shell(
+        dataclasses.replace(model_families.get("Qwen2ForCausalLM"), rope_theta=1e6),
+        "Qwen2VLForConditionalGeneration",
+        "qwen2_vl",
+        ("qwen2_vl_text",),
+        {},
+        ("visual.",),
+        ("Qwen2-VL", "QVQ-"),
+        {**QWEN_TOWER, "embed_dim": 16, "hidden_size": 32, "mlp_ratio": 2},
+        {"rope_parameters": {**THREE_AXES, "rope_theta": 1e6, "partial_rotary_factor": 1.0}},
+    ),
+    shell(
         dataclasses.replace(model_families.get("Gemma3ForCausalLM"), defaults=_GEMMA3),
         "Gemma3ForConditionalGeneration",
         "gemma3",
@@ -220,9 +232,31 @@ for _family in (
         ("glm4v_text",),
         IN_MODEL,
         ("model.visual.",),
-        ("GLM-4.1V", "GLM-4.6V-Flash"),
+        ("GLM-4.1V",),
         {**QWEN_TOWER, "image_size": 8, "out_hidden_size": 64},
         {"hidden_size": 64, "head_dim": 16, "rope_parameters": THREE_AXES},
+    ),
+    shell(
+        model_families.get("Glm4ForCausalLM"),
+        "Glm46VForConditionalGeneration",
+        "glm46v",
+        ("glm4v_text",),
+        IN_MODEL,
+        ("model.visual.",),
+        ("GLM-4.6V-Flash",),
+        {**QWEN_TOWER, "image_size": 8, "out_hidden_size": 64},
+        {"hidden_size": 64, "head_dim": 16, "rope_parameters": THREE_AXES},
+    ),
+    shell(
+        model_families.get("Exaone4ForCausalLM"),
+        "Exaone4_5_ForConditionalGeneration",
+        "exaone4_5",
+        ("exaone4",),
+        IN_MODEL,
+        ("model.visual.",),
+        ("EXAONE-4.5",),
+        {**QWEN_TOWER, "fullatt_block_indexes": [0], "window_size": 8, "num_key_value_heads": 2},
+        {"model_type": "exaone4"},
     ),
     shell(
         dataclasses.replace(

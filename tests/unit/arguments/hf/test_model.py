@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
+from arguments.hf.config_keys import UNSUPPORTED
 from arguments.hf.model import read_hf_model
 from arguments.schema import GPTModelConfig
 from slime_like.config import ConfigError
+from slime_like.weights.families import model_families
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -53,6 +55,21 @@ def qwen2(**changes: Any) -> dict[str, Any]:
 def qwen3(**changes: Any) -> dict[str, Any]:
     return llama(
         architectures=["Qwen3ForCausalLM"], model_type="qwen3", **{"head_dim": 16, **changes}
+    )
+
+
+@pytest.mark.parametrize("architecture", sorted(UNSUPPORTED))
+def test_what_an_unsupported_architecture_has_is_named(architecture: str, tmp_path: Path) -> None:
+    """With the nearest family, which exists."""
+    folder = write(tmp_path, {"architectures": [architecture], "model_type": "x"})
+    missing, nearest = UNSUPPORTED[architecture]
+    assert nearest in model_families.names() and architecture not in model_families.names()
+    with pytest.raises(ConfigError) as raised:
+        read_hf_model(folder)
+    (problem,) = raised.value.problems
+    assert problem.message == (
+        f"config.json: {architecture} is not supported: it has {missing}; the nearest family here "
+        f"is {nearest}"
     )
 
 
