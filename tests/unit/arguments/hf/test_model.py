@@ -229,8 +229,8 @@ def test_windows(tmp_path: Path, config: Any, window: int, layers: list[int] | N
     ("config", "words"),
     [
         (
-            llama(architectures=["GPT2LMHeadModel"]),
-            ["GPT2LMHeadModel", "LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"],
+            llama(architectures=["XLNetLMHeadModel"]),
+            ["XLNetLMHeadModel", "LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"],
         ),
         (llama(architectures=None), ["architectures", "LlamaForCausalLM"]),
         (llama(model_type="mistral"), ["model_type", "mistral", "llama"]),

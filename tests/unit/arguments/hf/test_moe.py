@@ -152,7 +152,7 @@ def test_mixtral_and_qwen2_moe(tmp_path: Path) -> None:
         ({**MIXTRAL, "num_local_experts": None}, "num_local_experts is missing"),
         ({**HF_CONFIG, "num_experts": 8}, "num_experts 8 is unknown"),
         ({**HF_CONFIG, "architectures": ["DeepseekV2ForCausalLM"]},
-         "DeepseekV2ForCausalLM'] is not supported"),
+         "DeepseekV2ForCausalLM is not supported"),
         ({**DEEPSEEK_V3, "topk_group": 1}, "scores a group by its best"),
         ({**DEEPSEEK_V3, "norm_topk_prob": False}, "norm_topk_prob False is not supported"),
         ({**DEEPSEEK_V3, "scoring_func": "softmax"}, "scoring_func 'softmax' is not supported"),
