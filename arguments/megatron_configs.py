@@ -31,6 +31,7 @@ LAYER_CONFIG_FIELDS = {
     "post_self_attn_layernorm",
     "post_mlp_layernorm",
     "without_pre_norms",
+    "query_scale_beta",
     "qk_norm_of_all_heads",
     "yarn_rotary_scaling_factor",
 }
@@ -235,6 +236,9 @@ def _layer_config() -> type[TransformerConfig]:
         qk_norm_of_all_heads: bool = False  # one norm over all query heads, one over all key heads
         window_rotary_base: float | None = None  # rotary base of layers with a sliding window
         embedding_scale: float = 1.0
+        # queries are scaled by 1 + beta log(1 + floor(position / length)); 0: they are not
+        query_scale_beta: float = 0.0
+        query_scale_length: int = 2048
         # YaRN settings, which GPTModel reads from the config
         yarn_rotary_scaling_factor: float = 1.0
         yarn_original_max_position_embeddings: int = 4096

@@ -172,7 +172,6 @@ UNSUPPORTED: Mapping[str, tuple[str, str]] = {
         ("Llama4ForCausalLM", "Llama4ForConditionalGeneration"),
         ("attention within chunks and queries scaled by position", "LlamaForCausalLM"),
     ),
-    "Ministral3ForCausalLM": ("queries scaled by position", "MistralForCausalLM"),
     **dict.fromkeys(
         ("GemmaForCausalLM", "Gemma2ForCausalLM"),
         ("soft caps of scores and logits, or no norms of queries and keys", "Gemma3ForCausalLM"),

@@ -151,6 +151,8 @@ CELLS = {
         ("Olmo2ForCausalLM", CP2),
         ("Exaone4ForCausalLM", TP2),
         ("Phi3ForCausalLM", TP2),
+        ("Ministral3ForCausalLM", TP2),
+        ("Ministral3ForCausalLM", f"{CP2} {RECOMPUTE['recompute']}"),
         ("Qwen3VLMoeForConditionalGeneration", TP2_EP2),
         ("Mistral3ForConditionalGeneration", CP2),
         ("Glm4ForCausalLM", f"{CP2} {RECOMPUTE['recompute']}"),
@@ -176,6 +178,7 @@ CELLS = {
     4: [
         ("Glm4MoeForCausalLM", f"{PP2} {EP2}"),
         ("Gemma3ForCausalLM", f"{PP2} {TP2}"),
+        ("Ministral3ForCausalLM", f"{PP2} {CP2}"),
         ("Olmo3ForCausalLM", f"{PP2} {CP2} {RECOMPUTE['recompute']}"),
         ("GptOssForCausalLM", f"{PP2} {EP2} {RECOMPUTE['recompute']}"),
         ("GptOssForCausalLM", f"{TP2_EP2} {CP2}"),

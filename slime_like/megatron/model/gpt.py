@@ -26,6 +26,7 @@ from arguments.schema import GPTModelConfig
 from slime_like.megatron.model.policy import HalfPrecisionModule, PolicyModel
 from slime_like.megatron.model.value import ValueModel
 from slime_like.megatron.ops.attention import PackedAttention
+from slime_like.megatron.ops.query_scale import scale_queries
 from slime_like.megatron.ops.router import PackedRouter
 from slime_like.megatron.parallel_layout import ParallelLayout
 
@@ -65,7 +66,8 @@ MODEL_FUNCTION = {
     "softmax_scale": "query_pre_attn_scalar", "window_rotary_base": "", "embedding_scale": "",
     "activation_func_clamp_value": "swiglu_limit", "glu_linear_offset": "", "index_topk": "",
     "index_n_heads": "", "index_head_dim": "", "index_rotary_interleaved": "",
-    "index_shared": "indexer_types",
+    "index_shared": "indexer_types", "query_scale_beta": "llama_4_scaling_beta",
+    "query_scale_length": "original_max_position_embeddings",
 }  # fmt: skip
 EMBEDDING_FUNCTION = {
     "position_embedding_type": "", "rotary_base": "rope_theta",
@@ -225,6 +227,8 @@ def build_chunks(
         if gpt.mtp_num_layers and chunk.post_process and not value_head:
             add_prediction_layers(chunk, config, gpt.mtp_num_layers, transformer_impl, vp_stage)
         set_latent_epsilon(chunk)
+        if getattr(config, "query_scale_beta", 0.0):
+            scale_queries(chunk)
         mark_parameters(chunk)
         if chunk.pre_process and getattr(config, "embedding_scale", 1.0) != 1.0:
             chunk.embedding.register_forward_hook(_scale_embedding)
