@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -86,10 +87,7 @@ class PostNormLayer(TransformerLayer):
         if is_layer_window_attention(size, layers, self.layer_number):
             self.rotary_base = config.window_rotary_base
             if self.rotary_base is not None and config.yarn_rotary_scaling_factor != 1:
-                # YaRN's scale of cosines and sines, which attention computes from its config
-                plain = copy.copy(config)
-                plain.yarn_rotary_scaling_factor = 1.0
-                self.self_attention.config = plain
+                _without_yarns_scale(self.self_attention)
 
     def forward(self, *args: object, **settings: object) -> object:
         angles = settings.get("rotary_pos_emb")
@@ -97,6 +95,14 @@ class PostNormLayer(TransformerLayer):
             assert isinstance(angles, Tensor)
             settings["rotary_pos_emb"] = _angles(angles, self.rotary_base)
         return super().forward(*args, **settings)
+
+
+def _without_yarns_scale(attention: Any) -> None:
+    """Remove YaRN's scale of cosines and sines from one layer, which attention computes from its
+    config: in every pass, or since megatron-core 0.19 when it is built."""
+    attention.config = copy.copy(attention.config)
+    attention.config.yarn_rotary_scaling_factor = 1.0
+    attention._yarn_concentration_factor = 1.0
 
 
 def _norm(config: TransformerConfig) -> torch.nn.Module:
