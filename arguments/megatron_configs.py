@@ -31,7 +31,6 @@ LAYER_CONFIG_FIELDS = {
     "post_self_attn_layernorm",
     "post_mlp_layernorm",
     "without_pre_norms",
-    "query_scale_beta",
     "qk_norm_of_all_heads",
     "yarn_rotary_scaling_factor",
 }
@@ -217,6 +216,8 @@ def transformer_config_type(values: Mapping[str, object]) -> type[TransformerCon
     """The config class with the fields that the network described by `values` needs."""
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
+    if values.get("linear_decay_per_channel"):
+        return _kimi_config()
     if values.get("multi_latent_attention"):
         return _sparse_config() if values.get("index_topk") else MLATransformerConfig
     return _layer_config() if LAYER_CONFIG_FIELDS & values.keys() else TransformerConfig
@@ -236,9 +237,6 @@ def _layer_config() -> type[TransformerConfig]:
         qk_norm_of_all_heads: bool = False  # one norm over all query heads, one over all key heads
         window_rotary_base: float | None = None  # rotary base of layers with a sliding window
         embedding_scale: float = 1.0
-        # queries are scaled by 1 + beta log(1 + floor(position / length)); 0: they are not
-        query_scale_beta: float = 0.0
-        query_scale_length: int = 2048
         # YaRN settings, which GPTModel reads from the config
         yarn_rotary_scaling_factor: float = 1.0
         yarn_original_max_position_embeddings: int = 4096
@@ -266,6 +264,21 @@ def _sparse_config() -> type[TransformerConfig]:
         index_shared: list[int] | None = None  # per layer: 1 reuses the previous layer's selection
 
     return SparseConfig
+
+
+@functools.cache
+def _kimi_config() -> type[TransformerConfig]:
+    from megatron.core.transformer.transformer_config import MLATransformerConfig
+
+    @dataclasses.dataclass
+    class KimiConfig(MLATransformerConfig):
+        """MLATransformerConfig with fields for slime_like/megatron/model/kimi_delta.py."""
+
+        linear_decay_per_channel: bool = False  # of the key, in delta nets
+        linear_decay_bound: float | None = None  # lower bound of the logarithm of such a decay
+        latent_unrotated: bool = False  # latent attention without rotary embedding
+
+    return KimiConfig
 
 
 def _fusions(build: Build) -> dict[str, bool]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -21,6 +22,7 @@ sys.path.insert(0, str(ROOT))
 from arguments.hf.model import read_hf_model  # noqa: E402
 from slime_like.cli.tiny_model import make_tokenizer  # noqa: E402
 from slime_like.weights.families import ModelFamily, model_families  # noqa: E402
+from slime_like.weights.families.kimi_linear import published_name  # noqa: E402
 
 SIZES: dict[str, Any] = {
     **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3},
@@ -60,6 +62,9 @@ def make_tiny_model(like: str, folder: Path, *, seed: int = 1, **changes: Any) -
     tokenizer = make_tokenizer()
     keys = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
     settings = {**SIZES, **keys, **family.tiny, **changes}
+    if "layer_types" not in changes and (kinds := settings.get("layer_types")):
+        repeated = itertools.cycle(kinds)
+        settings["layer_types"] = list(itertools.islice(repeated, settings["num_hidden_layers"]))
     if family.text_config:
         vision = settings.pop("vision_config")
         settings = {"text_config": settings, "vision_config": vision, "tie_word_embeddings": False}
@@ -88,8 +93,9 @@ def make_tiny_model(like: str, folder: Path, *, seed: int = 1, **changes: Any) -
 
 def as_published(class_name: str, tensors: dict[str, Any]) -> dict[str, Any]:
     """What transformers' class saves, as the published files of the model have it. transformers
-    calls the layers of Kimi-K2.5's text `blocks`, as the tower's are called, and has the weights of
-    Qwen3-VL-MoE's experts as [experts, out, in], unless it has loaded them from such files."""
+    calls the layers of Kimi-K2.5's text `blocks`, as the tower's are called, has the weights of
+    Qwen3-VL-MoE's experts as [experts, out, in], unless it has loaded them from such files, and
+    calls Kimi-Linear's dense layers like those with experts."""
     if class_name == "Kimi_K25ForConditionalGeneration":
         names = {"model.blocks.": "model.layers.", "model.mm_": "mm_"}
         renamed = {}
@@ -98,6 +104,8 @@ def as_published(class_name: str, tensors: dict[str, Any]) -> dict[str, Any]:
                 name = name.replace(theirs, published)
             renamed[name] = tensor
         return renamed
+    if class_name == "KimiLinearForCausalLM":
+        return {published_name(name): tensor for name, tensor in tensors.items()}
     if class_name == "Qwen3VLMoeForConditionalGeneration":
         packed = (".experts.gate_up_proj", ".experts.down_proj")
         return {

@@ -126,8 +126,8 @@ UNSUPPORTED: Mapping[str, tuple[str, str]] = {
         "DeepseekV32ForCausalLM",
     ),
     "Glm5NextForConditionalGeneration": (
-        f"Kimi delta attention, {_STREAMS} and attention to pooled keys",
-        "GlmMoeDsaForCausalLM",
+        f"{_STREAMS} and attention to pooled keys",
+        "KimiLinearForCausalLM",
     ),
     **dict.fromkeys(
         ("Qwen4ExpForCausalLM", "Qwen4ExpForConditionalGeneration"),
@@ -172,6 +172,7 @@ UNSUPPORTED: Mapping[str, tuple[str, str]] = {
         ("Llama4ForCausalLM", "Llama4ForConditionalGeneration"),
         ("attention within chunks and queries scaled by position", "LlamaForCausalLM"),
     ),
+    "Ministral3ForCausalLM": ("queries scaled by position", "MistralForCausalLM"),
     **dict.fromkeys(
         ("GemmaForCausalLM", "Gemma2ForCausalLM"),
         ("soft caps of scores and logits, or no norms of queries and keys", "Gemma3ForCausalLM"),
@@ -258,6 +259,16 @@ class RopeTypes(TypedDict, total=False):
     attention_factor: Number | None
 
 
+class LinearLayers(TypedDict, total=False):
+    """Layers of Kimi-Linear, by numbers from 1, and sizes of its delta nets."""
+
+    kda_layers: Integers | None
+    full_attn_layers: Integers | None
+    head_dim: int | None
+    num_heads: int | None
+    short_conv_kernel_size: int | None
+
+
 class ConfigTypes(TypedDict, total=False):
     """Keys that are read as something other than a positive number."""
 
@@ -272,6 +283,7 @@ class ConfigTypes(TypedDict, total=False):
     rope_parameters: RopeTypes | None
     quantization_config: dict[str, object] | None
     text_config: dict[str, object] | None
+    linear_attn_config: LinearLayers | None
     model_type: str | None
     hidden_act: str | None
     dtype: str | None
@@ -287,6 +299,7 @@ class ConfigTypes(TypedDict, total=False):
     max_window_layers: Count | None
     first_k_dense_replace: Count | None
     n_shared_experts: Count | None
+    num_shared_experts: Count | None
     num_nextn_predict_layers: Count | None
     num_mtp_modules: Count | None
 

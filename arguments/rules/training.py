@@ -189,7 +189,11 @@ def _absent_modules(model: HfModel) -> tuple[str, ...]:
         stacked = any("gate_up_proj" in str(mapping) for mapping in parameters)
         return (*LATENT_ATTENTION, *others, *(MLP[:2] if stacked else ()))
     queries = ("q_proj",) if model.transformer["q_lora_rank"] else ("q_a_proj", "q_b_proj")
-    return (*queries, "k_proj", "v_proj", *MIXTRAL_MLP)
+    absent = (*queries, "k_proj", "v_proj", *MIXTRAL_MLP)
+    if not model.transformer.get("linear_decay_per_channel"):
+        return absent
+    # Kimi-Linear: delta nets have q_proj to v_proj, and experts Mixtral's names
+    return tuple(name for name in absent if name in LATENT_ATTENTION)
 
 
 def check_lora_adapter_path(s: Settings) -> list[Problem]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import unwrap_model
 from torch import Tensor
@@ -19,9 +20,10 @@ from torch.overrides import TorchFunctionMode
 
 from megatron_patches.packed_ops import FusedRMSNorm, can_fuse_norm
 from slime_like.autograd import AutogradContext
-from slime_like.megatron.model.delta_net import GatedDeltaNet
+from slime_like.megatron.model.delta_net import DeltaNet
 from slime_like.megatron.ops.attention import PackedAttention, PackedRows, packed_rows
-from slime_like.megatron.ops.delta_rule import DeltaRows, delta_rows
+from slime_like.megatron.ops.delta_rule import DeltaRows
+from slime_like.megatron.ops.tables import delta_tables
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.preflight.live_bytes import LiveBytes, MemoryTraffic, group_key
 from slime_like.preflight.one_rank import OneRank
@@ -70,14 +72,14 @@ class _Attention(torch.autograd.Function):
 
 class _Delta(torch.autograd.Function):
     """Stand-in for a delta net between its projections: saves its inputs, its output and one fp32
-    number per row and head, and recomputes the rest, as flash-linear-attention's kernels do."""
+    number per row and decay, and recomputes the rest, as flash-linear-attention's kernels do."""
 
     @staticmethod
     def forward(
-        ctx: AutogradContext, x: Tensor, columns: int, heads: int, *weights: Tensor
+        ctx: AutogradContext, x: Tensor, columns: int, decays: int, *weights: Tensor
     ) -> Tensor:
         out = x.new_empty(*x.shape[:-1], columns)
-        decay = x.new_empty(*x.shape[:-1], heads, dtype=torch.float32)
+        decay = x.new_empty(*x.shape[:-1], decays, dtype=torch.float32)
         ctx.save_for_backward(x, out, decay, *weights)
         return out
 
@@ -157,7 +159,7 @@ def run_stage(rank: OneRank, tokens: int, *, gpu: bool) -> Passes:
         unit = 1
     kinds: dict[tuple[bool, bool], list[object]] = {}
     for layer in layers:
-        kind = hasattr(layer.mlp, "router"), isinstance(layer.self_attention, GatedDeltaNet)
+        kind = hasattr(layer.mlp, "router"), isinstance(layer.self_attention, DeltaNet)
         kinds.setdefault(kind, []).append(layer)
     units = [(of_kind * unit)[:unit] for of_kind in kinds.values()]
     minimal = list(chain.from_iterable(units))
@@ -192,8 +194,8 @@ def run_micro_batch(
     model.decoder.layers = torch.nn.ModuleList(layers)
     model.decoder.num_layers_per_pipeline_rank = len(layers)
     attend_to_rows(layers, 1 if gpu else layout.cp_size)
-    if any(isinstance(layer.self_attention, GatedDeltaNet) for layer in layers):
-        mix_rows(layers, None if gpu else meta_rows(packed))
+    if any(isinstance(layer.self_attention, DeltaNet) for layer in layers):
+        mix_rows(layers, None if gpu else meta_rows(packed, config))
     clear_rotary_caches(model)
     in_this_thread = torch.autograd.set_multithreading_enabled(False)  # as modes are
     with torch.compiler.set_stance("force_eager"), in_this_thread, _Kernels(gpu), live:
@@ -303,9 +305,9 @@ def attend_to_rows(layers: list[TransformerLayer], copies: int) -> None:
                 module.forward = attend  # type: ignore[method-assign]
 
 
-def meta_rows(packed: PackedRows) -> DeltaRows:
+def meta_rows(packed: PackedRows, config: TransformerConfig) -> DeltaRows:
     """Row layout of the sequences, for activations on the meta device."""
-    rows = delta_rows(packed.cu_seqlens_q, packed.lengths)
+    rows = delta_tables(packed, config)
     return DeltaRows(
         rows.cu_seqlens.to("meta"),
         rows.positions.to("meta"),
@@ -319,23 +321,20 @@ def mix_rows(layers: list[TransformerLayer], rows: DeltaRows | None) -> None:
     """Simulate delta nets on the meta device. rows: row layout for plain torch; None: stand-in for
     flash-linear-attention's kernels."""
 
-    def mix(net: GatedDeltaNet, x: Tensor) -> Tensor:
+    def mix(net: DeltaNet, x: Tensor) -> Tensor:
         if rows is not None:
-            return net._delta(x, rows, first=0)
+            return net.mix(x, rows, first=0)
         weights = (net.conv_weight, net.A_log, net.dt_bias, net.norm_weight)
-        out: Tensor = _Delta.apply(x, net.heads * net.value_dim, net.heads, *weights)
+        out: Tensor = _Delta.apply(x, net.values, net.decays, *weights)
         return out
 
-    def forward(
-        net: GatedDeltaNet, hidden_states: Tensor, **_: object
-    ) -> tuple[Tensor, Tensor | None]:
-        mixed, _bias = net.in_proj(hidden_states)
-        x = mixed.squeeze(1).unflatten(1, (net.groups, -1))
+    def forward(net: DeltaNet, hidden_states: Tensor, **_: object) -> tuple[Tensor, Tensor | None]:
+        x = net.project(hidden_states)
         shared = net.cp_group.size() > 1
-        out = net._scatter_rows(mix(net, net._gather_sequences(x))) if shared else mix(net, x)
+        out = net.scatter_rows(mix(net, net.gather_sequences(x))) if shared else mix(net, x)
         output, bias = net.out_proj(out.flatten(1).unsqueeze(1))
         return output, bias
 
     for layer in layers:
-        if isinstance(net := layer.self_attention, GatedDeltaNet):
+        if isinstance(net := layer.self_attention, DeltaNet):
             net.forward = functools.partial(forward, net)  # type: ignore[method-assign]

@@ -120,23 +120,31 @@ def _heads(config: TransformerConfig) -> int:
 
 
 def delta_matrices(config: TransformerConfig) -> int:
-    """Weights of a gated delta net's projections."""
+    """Weights of a delta net's projections: of a gated one, or of Kimi's, with decays and gates of
+    low rank."""
     heads = config.linear_num_value_heads
-    size = config.linear_value_head_dim
-    return int(config.hidden_size * (delta_channels(config) + 2 * heads * size + 2 * heads))
+    width = heads * config.linear_value_head_dim
+    hidden = config.hidden_size
+    if getattr(config, "linear_decay_per_channel", False):
+        low_rank = 2 * config.linear_key_head_dim * (hidden + width)
+        return int(hidden * (delta_channels(config) + width + heads) + low_rank)
+    return int(hidden * (delta_channels(config) + 2 * width + 2 * heads))
 
 
 def delta_channels(config: TransformerConfig) -> int:
-    """Channels of a gated delta net's convolution: queries, keys and values."""
+    """Channels of a delta net's convolution: queries, keys and values."""
     keys = 2 * config.linear_num_key_heads * config.linear_key_head_dim
     return int(keys + config.linear_num_value_heads * config.linear_value_head_dim)
 
 
 def _delta_net(config: TransformerConfig) -> int:
-    """A gated delta net (arXiv 2412.06464): input and output projections, the convolution, a decay
-    rate and a bias per head, the norm of a head."""
+    """A delta net (arXiv 2412.06464, or 2510.26692 with a decay per channel): its projections, the
+    convolution, a decay rate per head, a bias per decay, the norm of a head."""
     convolution = delta_channels(config) * config.linear_conv_kernel_dim
-    own = 2 * config.linear_num_value_heads + config.linear_value_head_dim
+    heads = config.linear_num_value_heads
+    per_channel = getattr(config, "linear_decay_per_channel", False)
+    decays = heads * (config.linear_key_head_dim if per_channel else 1)
+    own = heads + decays + config.linear_value_head_dim
     return int(delta_matrices(config) + convolution + own)
 
 

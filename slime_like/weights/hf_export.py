@@ -254,6 +254,7 @@ class RowCopy:
     length: int  # number of rows
     dim: int
     expert_slice: ExpertSlice | None
+    flat: bool  # the rows are elements of a tensor with any dimensions
 
 
 def row_copies(mapping: Mapping, shards: Sequence[Tensor], sizes: Sizes) -> list[RowCopy]:
@@ -264,7 +265,7 @@ def row_copies(mapping: Mapping, shards: Sequence[Tensor], sizes: Sizes) -> list
         for part in mapping.parts(sizes, tp_rank, len(shards), rows=shard.shape[mapping.dim]):
             if part.hf is not None:
                 source = (tp_rank, position, part.hf, part.start, len(part))
-                copies.append(RowCopy(*source, mapping.dim, part.expert_slice))
+                copies.append(RowCopy(*source, mapping.dim, part.expert_slice, mapping.flat))
             position += len(part)
     return copies
 
@@ -277,5 +278,7 @@ def copy_rows(
         target = full[copy.hf]
         if copy.expert_slice is not None:
             target = copy.expert_slice.matrix(target[copy.expert_slice.expert])
+        if copy.flat:
+            target = target.view(-1)
         target = target.narrow(copy.dim, copy.start, copy.length)
         target.copy_(shards[copy.shard].narrow(copy.dim, copy.position, copy.length))

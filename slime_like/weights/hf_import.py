@@ -92,7 +92,7 @@ class HfWeights:
         if name in self.absent:
             shard.zero_()
         else:
-            _fill(shard, self.family[name].dim, self.parts[name], self.files)
+            _fill(shard, self.family[name], self.parts[name], self.files)
 
     def clear_padding(self, name: str, shard: Tensor) -> None:
         """Zero the vocabulary padding of a shard, as `fill` does."""
@@ -150,7 +150,8 @@ def open_hf_weights(
     return HfWeights(stored, parts, frozenset(absent), files)
 
 
-def _fill(shard: Tensor, dim: int, parts: Sequence[TensorPart], files: WeightFiles) -> None:
+def _fill(shard: Tensor, mapping: Mapping, parts: Sequence[TensorPart], files: WeightFiles) -> None:
+    dim = mapping.dim
     position = 0
     # the last expert that was read; its tensor may have several parts, as gate and up
     stacked: tuple[object, Tensor] | None = None
@@ -163,6 +164,9 @@ def _fill(shard: Tensor, dim: int, parts: Sequence[TensorPart], files: WeightFil
             if stacked is None or stacked[0] != (part.hf, expert):
                 stacked = (part.hf, expert), files.read(part.hf, 0, expert, expert + 1)[0]
             rows.copy_(part.expert_slice.matrix(stacked[1]).narrow(dim, part.start, len(part)))
+        elif mapping.flat:
+            stored = files.read(part.hf, 0, 0, files.shape(part.hf)[0])
+            rows.copy_(stored.flatten()[part.start : part.stop])
         else:
             files.read_into(rows, part.hf, dim, part.start, part.stop)
         position += len(part)

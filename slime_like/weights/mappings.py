@@ -128,6 +128,9 @@ class Mapping(ABC):
 
     dim: ClassVar[int] = 0  # the dimension along which shards are cut
     sharded: ClassVar[bool] = True  # False if every rank has the full parameter
+    # the parameter is a vector, and the file has it with more dimensions
+    flat: ClassVar[bool] = False
+    linear: ClassVar[bool] = False  # the weight of a linear layer that can have an adapter
 
     @abstractmethod
     def hf_shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
@@ -140,6 +143,8 @@ class Mapping(ABC):
 
     def shard_shape(self, sizes: Sizes, rows: int) -> tuple[int, ...]:
         """Shape of a shard with `rows` along `dim`."""
+        if self.flat:
+            return (rows,)
         shape = list(next(iter(self.hf_shapes(sizes).values())))
         shape[self.dim] = rows
         return tuple(shape)
@@ -192,6 +197,7 @@ class ReplicatedRows(Mapping):
     rows: str  # fields of Sizes
     columns: str = "hidden"  # fields of Sizes
     sharded: ClassVar[bool] = False
+    linear: ClassVar[bool] = True
 
     def hf_shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
         return {self.hf: (getattr(sizes, self.rows), getattr(sizes, self.columns))}
@@ -229,6 +235,7 @@ class RowParallel(Mapping):
     hf: str
     inner: str  # a field of Sizes
     dim: ClassVar[int] = 1
+    linear: ClassVar[bool] = True
 
     def hf_shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
         return {self.hf: (sizes.hidden, getattr(sizes, self.inner))}
@@ -244,6 +251,7 @@ class ColumnParallel(Mapping):
     hf: str
     rows: str  # fields of Sizes
     columns: str = "hidden"  # fields of Sizes
+    linear: ClassVar[bool] = True
 
     def hf_shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
         return {self.hf: (getattr(sizes, self.rows), getattr(sizes, self.columns))}
@@ -288,6 +296,7 @@ class GatedMLP(Mapping):
     gate: str
     up: str
     inner: str = "ffn"  # a field of Sizes
+    linear: ClassVar[bool] = True
 
     def hf_shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
         return {name: (getattr(sizes, self.inner), sizes.hidden) for name in (self.gate, self.up)}
@@ -326,6 +335,7 @@ class QKV(Mapping):
     key: str
     value: str
     bias: bool = False
+    linear: ClassVar[bool] = True
 
     def hf_shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
         rows = {self.query: sizes.query, self.key: sizes.key_value, self.value: sizes.key_value}

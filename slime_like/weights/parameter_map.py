@@ -70,7 +70,10 @@ _QUERY_LATENT = tuple(
 _QKV_BIAS = f"{ATTENTION}.linear_qkv.bias"
 _QK_NORMS = (f"{ATTENTION}.q_layernorm.weight", f"{ATTENTION}.k_layernorm.weight")
 _INDEXER = ".self_attention.indexer."  # buffers: the indexer is not trained
-_DELTA_NET = ("in_proj.", "conv_weight", "A_log", "dt_bias", "norm_weight", "out_proj.")
+_DELTA_NET = (
+    *("in_proj.", "conv_weight", "A_log", "dt_bias", "norm_weight", "out_proj."),
+    *("low_rank_weight", "decay_weight", "gate_weight"),  # Kimi's
+)
 
 
 def family_map(

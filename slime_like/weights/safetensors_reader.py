@@ -20,6 +20,7 @@ from torch import Tensor
 from arguments.hf.quantization import folder_quantization
 from slime_like.checkpoints.files import open_regular, read_json
 from slime_like.weights.export_plan import TensorPlan
+from slime_like.weights.families.kimi_linear import KIMI_LINEAR, published_name
 from slime_like.weights.quantized import OTHER_SCALES, QuantizedWeight, find_quantized_weights
 
 SINGLE = "model.safetensors"
@@ -281,6 +282,8 @@ def _own_names(
     config = read_json(path) if path.is_file() else {}
     named = config.get("architectures") if isinstance(config, dict) else None
     more = (PREDICTION_LAYERS,) if predicts else ()
+    if named == [KIMI_LINEAR]:
+        return {published_name(name): tensor for name, tensor in stored.items()}
     if named == [ANY_ORDER]:
         return _inputs_first(stored, config["text_config"]["hidden_size"])
     if not isinstance(named, list) or set(map(str, named)) not in TEXT_ONLY:

@@ -84,6 +84,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["full_attention"] * 3,
         },
     ),
+    "Kimi-Linear with compressed queries": (
+        "KimiLinearForCausalLM",
+        {
+            **{"linear_num_heads": 6, "linear_head_dim": 7, "linear_conv_kernel_dim": 3},
+            **{"q_lora_rank": 20, "num_attention_heads": 2, "num_key_value_heads": 2},
+            "layer_types": [*["linear_attention"] * 2, "full_attention"],
+        },
+    ),
     "GLM-4-9B": ("Glm4ForCausalLM", {"attention_bias": False, "tie_word_embeddings": True}),
 }
 # Not against transformers: too few heads of the indexer for distinct scores, since ReLU makes many
@@ -151,8 +159,6 @@ CELLS = {
         ("Olmo2ForCausalLM", CP2),
         ("Exaone4ForCausalLM", TP2),
         ("Phi3ForCausalLM", TP2),
-        ("Ministral3ForCausalLM", TP2),
-        ("Ministral3ForCausalLM", f"{CP2} {RECOMPUTE['recompute']}"),
         ("Qwen3VLMoeForConditionalGeneration", TP2_EP2),
         ("Mistral3ForConditionalGeneration", CP2),
         ("Glm4ForCausalLM", f"{CP2} {RECOMPUTE['recompute']}"),
@@ -166,6 +172,9 @@ CELLS = {
         ("Qwen3NextForCausalLM", "--micro-batch-size 1"),  # DP2
         ("Qwen3_5ForConditionalGeneration", CP2),
         ("Qwen3_5ForConditionalGeneration", TP2),
+        ("KimiLinearForCausalLM", TP2_EP2),
+        ("KimiLinearForCausalLM", f"{CP2} {EP2} {RECOMPUTE['recompute']}"),
+        ("KimiLinearForCausalLM", "--micro-batch-size 1"),  # DP2
         ("DeepseekV32ForCausalLM", TP2_EP2),
         ("DeepseekV32ForCausalLM", f"{CP2} {EP2} {RECOMPUTE['recompute']}"),
         ("GLM-5.2", f"{TP2_EP2} {RECOMPUTE['recompute']}"),
@@ -178,7 +187,6 @@ CELLS = {
     4: [
         ("Glm4MoeForCausalLM", f"{PP2} {EP2}"),
         ("Gemma3ForCausalLM", f"{PP2} {TP2}"),
-        ("Ministral3ForCausalLM", f"{PP2} {CP2}"),
         ("Olmo3ForCausalLM", f"{PP2} {CP2} {RECOMPUTE['recompute']}"),
         ("GptOssForCausalLM", f"{PP2} {EP2} {RECOMPUTE['recompute']}"),
         ("GptOssForCausalLM", f"{TP2_EP2} {CP2}"),
@@ -189,6 +197,9 @@ CELLS = {
         ("Qwen3NextForCausalLM", f"{PP2} {EP2}"),
         ("Qwen3_5MoeForConditionalGeneration", f"{TP2} {PP2}"),
         ("Qwen3NextForCausalLM", f"{TP2} {CP2} {EP2} {RECOMPUTE['recompute']}"),
+        ("KimiLinearForCausalLM", f"{PP2} {EP2}"),
+        ("KimiLinearForCausalLM", f"{TP2_EP2} {CP2} {RECOMPUTE['recompute']}"),
+        ("KimiLinearForCausalLM", f"{PP2} {TP2_EP2}"),
         ("DeepseekV32ForCausalLM", f"{PP2} {EP2}"),
         ("GLM-5.2", f"{PP2} {TP2_EP2}"),
         ("GLM-5.2", f"{TP2_EP2} {CP2} {RECOMPUTE['recompute']}"),
@@ -397,6 +408,20 @@ def test_experts_in_one_tensor(alone: Any, tmp_path: Path) -> None:
     save_file(tensors, folder / "model.safetensors")
     fused = Ours(folder, alone, torch.float32).exported()
     assert fused.keys() == each.keys() and all(torch.equal(fused[n], each[n]) for n in each)
+
+
+def test_kimi_linear_as_transformers_saves_it(alone: Any, tmp_path: Path) -> None:
+    """Dense layers have the name of those with experts; the same model."""
+    folder = tmp_path / "model"
+    make_tiny_model("KimiLinearForCausalLM", folder)
+    published = Ours(folder, alone, torch.float32).exported()
+    tensors = load_file(folder / "model.safetensors")
+    saved = {name.replace(".0.mlp.", ".0.block_sparse_moe."): t for name, t in tensors.items()}
+    assert len(saved.keys() - tensors.keys()) == 3
+    save_file(saved, folder / "model.safetensors")
+    other = Ours(folder, alone, torch.float32).exported()
+    assert other.keys() == published.keys()
+    assert all(torch.equal(other[n], published[n]) for n in published)
 
 
 @pytest.mark.parametrize("inner", [24, 32, 16])

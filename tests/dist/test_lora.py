@@ -15,6 +15,7 @@ from benchmarks.parity.models import make_moe_model
 from benchmarks.parity.ranks import run_ranks
 from benchmarks.parity.steps import largest, random_samples, relative, share
 from benchmarks.parity_table import make_model, make_rollouts
+from scripts.make_tiny_model import make_tiny_model
 from slime_like.megatron.backend import MegatronBackend
 from slime_like.megatron.lora import load_adapter
 from tests.dist import lora_worker as worker
@@ -88,7 +89,9 @@ def with_adapters(
     from transformers import AutoModelForCausalLM
 
     model = (
-        AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+        AutoModelForCausalLM.from_pretrained(
+            folder, attn_implementation="eager", experts_implementation="eager"
+        )
         .double()
         .eval()
         .requires_grad_(False)
@@ -270,6 +273,34 @@ def test_latent_attention(alone: Any, latent: dict[str, str], tmp_path: Path) ->
         latent,
         tmp_path,
     )
+
+
+@pytest.fixture(scope="module")
+def kimi(files: dict[str, str]) -> dict[str, str]:
+    """With Kimi delta attention, two layers of it, and one of latent attention."""
+    folder = Path(files["model"]).parent / "kimi"
+    make_tiny_model("KimiLinearForCausalLM", folder)
+    make_rollouts(f"{folder}/rollout_{{rollout_id}}")
+    return {**files, "model": str(folder)}
+
+
+def test_kimi_takes_the_steps_of_plain_autograd(alone: Any, kimi: dict[str, str]) -> None:
+    """The projections of query, key and value of a delta net are one layer here."""
+    flags = f"{PLAIN} --lora-target-modules attn"
+    backend = MegatronBackend(worker.settings(kimi["model"], flags), alone, total_steps=STEPS)
+    start = worker.factors(backend)
+    model, leaves = with_adapters(kimi["model"], start, scale=2.0)
+    assert len(leaves) == 2 * 3 * 4
+    take_the_same_steps(backend, alone, model, leaves)
+
+
+@pytest.mark.slow
+def test_kimi_in_layouts(alone: Any, kimi: dict[str, str], tmp_path: Path) -> None:
+    one = worker.train(kimi["model"], alone, EVERYTHING)
+    assert min(float(g.norm()) for name, g in one["gradients"].items() if ".self_attn." in name) > 0
+    layouts = {f"Kimi {name}": f"{EVERYTHING} {f}" for name, f in LATENT_LAYOUTS.items()}
+    del layouts["Kimi latent PP2"]  # of three layers
+    compare_layouts(layouts, one, kimi, tmp_path)
 
 
 def test_one_process_takes_the_steps_of_peft(

@@ -22,7 +22,7 @@ from tests.e2e.programs import TrainServer
         *("Qwen3NextForCausalLM", "Qwen3_5MoeForConditionalGeneration"),
         *("GptOssForCausalLM", "MistralForCausalLM", "Gemma3ForCausalLM"),
         *("SeedOssForCausalLM", "SmolLM3ForCausalLM"),
-        *("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM"),
+        *("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM", "KimiLinearForCausalLM"),
         *("Qwen3VLMoeForConditionalGeneration", "Mistral3ForConditionalGeneration"),
         *("Olmo3ForCausalLM", "Exaone4ForCausalLM", "Phi3ForCausalLM"),
         *("Glm4vForConditionalGeneration", "KimiK25ForConditionalGeneration"),

@@ -37,7 +37,8 @@ LATENT = (
     "linear_kv_down_proj",
     "linear_kv_up_proj",
 )
-LINEAR = ("linear_qkv", *LATENT, "linear_proj", "linear_fc1", "linear_fc2")
+DELTA = ("in_proj", "out_proj")
+LINEAR = ("linear_qkv", *LATENT, *DELTA, "linear_proj", "linear_fc1", "linear_fc2")
 
 
 class LoraBase(Network):

@@ -16,16 +16,7 @@ from dataclasses import dataclass
 
 from slime_like.megatron.lora.config import LoraSpec
 from slime_like.weights.families import LM_HEAD, OUTPUT_LAYER
-from slime_like.weights.mappings import (
-    QKV,
-    ColumnParallel,
-    GatedMLP,
-    Mapping,
-    ReplicatedRows,
-    RowParallel,
-    Sizes,
-    VocabParallel,
-)
+from slime_like.weights.mappings import Mapping, Sizes, VocabParallel
 from slime_like.weights.parameter_map import expert_number
 
 HEAD = OUTPUT_LAYER
@@ -90,12 +81,7 @@ def targets_of(
 
 
 def _target(spec: LoraSpec, name: str, mapping: Mapping, sizes: Sizes) -> Target | None:
-    is_linear = (
-        isinstance(mapping, GatedMLP | RowParallel | ColumnParallel | ReplicatedRows)
-        or (isinstance(mapping, QKV) and not mapping.bias)
-        or name == HEAD
-    )
-    if not is_linear:
+    if not mapping.linear and name != HEAD:
         return None
     shapes = {
         weight.removesuffix(".weight"): shape for weight, shape in mapping.hf_shapes(sizes).items()

@@ -26,7 +26,6 @@ from arguments.schema import GPTModelConfig
 from slime_like.megatron.model.policy import HalfPrecisionModule, PolicyModel
 from slime_like.megatron.model.value import ValueModel
 from slime_like.megatron.ops.attention import PackedAttention
-from slime_like.megatron.ops.query_scale import scale_queries
 from slime_like.megatron.ops.router import PackedRouter
 from slime_like.megatron.parallel_layout import ParallelLayout
 
@@ -60,14 +59,14 @@ MODEL_FUNCTION = {
     "rotary_scaling_factor": "", "original_max_position_embeddings": "", "beta_fast": "",
     "beta_slow": "", "mscale": "", "mscale_all_dim": "", "linear_attention_freq": "layer_types",
     "linear_num_key_heads": "", "linear_num_value_heads": "", "linear_key_head_dim": "",
-    "linear_value_head_dim": "", "linear_conv_kernel_dim": "", "attention_output_gate": "",
+    "linear_value_head_dim": "", "linear_conv_kernel_dim": "", "linear_decay_per_channel": "",
+    "linear_decay_bound": "", "latent_unrotated": "", "attention_output_gate": "",
     "layernorm_zero_centered_gamma": "", "window_size": "sliding_window",
     "window_attn_skip_freq": "layer_types", "softmax_type": "",
     "softmax_scale": "query_pre_attn_scalar", "window_rotary_base": "", "embedding_scale": "",
     "activation_func_clamp_value": "swiglu_limit", "glu_linear_offset": "", "index_topk": "",
     "index_n_heads": "", "index_head_dim": "", "index_rotary_interleaved": "",
-    "index_shared": "indexer_types", "query_scale_beta": "llama_4_scaling_beta",
-    "query_scale_length": "original_max_position_embeddings",
+    "index_shared": "indexer_types",
 }  # fmt: skip
 EMBEDDING_FUNCTION = {
     "position_embedding_type": "", "rotary_base": "rope_theta",
@@ -146,6 +145,10 @@ def _with_extensions(layer: ModuleSpec, config: TransformerConfig) -> ModuleSpec
         from slime_like.megatron.model.sparse_attention import use_sparse_attention
 
         use_sparse_attention(layer)
+    if getattr(config, "latent_unrotated", False):
+        from slime_like.megatron.model.kimi_delta import UnrotatedLatentAttention
+
+        layer.submodules.self_attention.module = UnrotatedLatentAttention
     return layer
 
 
@@ -176,7 +179,7 @@ def decoder_spec(
 
         block.layer_norm = ZeroCenteredRMSNorm
     if config.linear_attention_freq:
-        from slime_like.megatron.model.delta_net import insert_delta_nets
+        from slime_like.megatron.model.delta_specs import insert_delta_nets
 
         insert_delta_nets(block, config, transformer_impl, vp_stage)
     return block
@@ -227,8 +230,6 @@ def build_chunks(
         if gpt.mtp_num_layers and chunk.post_process and not value_head:
             add_prediction_layers(chunk, config, gpt.mtp_num_layers, transformer_impl, vp_stage)
         set_latent_epsilon(chunk)
-        if getattr(config, "query_scale_beta", 0.0):
-            scale_queries(chunk)
         mark_parameters(chunk)
         if chunk.pre_process and getattr(config, "embedding_scale", 1.0) != 1.0:
             chunk.embedding.register_forward_hook(_scale_embedding)

@@ -57,7 +57,6 @@ class PackedRows(PackedSeqParams):
     # of networks that need them; see ops/tables.py
     delta: DeltaRows | None = None
     far: FarRows | None = None
-    query_scale: Tensor | None = None  # [T], T / cp under context parallelism
     ahead: tuple[AheadRows, ...] = ()  # of each prediction layer
     # layer number -> keys that its indexer selected, see ops/sparse_attention.py
     selected_keys: dict[int, Tensor] = field(default_factory=dict)

@@ -113,13 +113,6 @@ class ContextRows:
     scatter: Tensor | None = None
 
 
-def own_rows(values: Tensor, cu_seqlens: Tensor, cp_size: int, cp_rank: int) -> Tensor:
-    """A rank's share of `values` [T], in the order of its rows: [T / cp]."""
-    by_rank = torch.empty_like(values)
-    by_rank[places_over_ranks(cu_seqlens, cp_size)] = values
-    return by_rank.chunk(cp_size)[cp_rank]
-
-
 def context_rows(cu_seqlens: Tensor, cp_size: int, cp_rank: int, *, batched: bool) -> ContextRows:
     """Build the attention indices of one rank. batched: whether the sequence lengths are similar
     enough to pad them into one batch."""

@@ -5,11 +5,14 @@ Each head has a state S [dk, dv], zero before the first token of a sequence:
     S_t = a_t S_{t-1} + k_t (b_t (v_t - a_t S_{t-1}^T k_t))^T,    o_t = S_t^T q_t
 
 with decay a_t in (0, 1] and learning rate b_t in (0, 1) (Gated Delta Networks, arXiv 2412.06464,
-equation 10). A sequence is split into chunks. The updates that the tokens of a chunk write are the
-solution of a triangular system, linear in the incoming state. The systems of all chunks of a
-micro-batch are therefore solved at once, and only a few matrix products per chunk remain
-sequential. Step j computes the j-th chunk of every sequence that has one: short sequences cost
-nothing while a long one continues, and neither state nor gradient crosses sequences.
+equation 10). In Kimi delta attention (arXiv 2510.26692, equation 1) a_t is a vector, with a decay
+for each row of the state, that is for each channel of the key.
+
+A sequence is split into chunks. The updates that the tokens of a chunk write are the solution of a
+triangular system, linear in the incoming state. The systems of all chunks of a micro-batch are
+therefore solved at once, and only a few matrix products per chunk remain sequential. Step j
+computes the j-th chunk of every sequence that has one: short sequences cost nothing while a long
+one continues, and neither state nor gradient crosses sequences.
 
 Every sum has a fixed order, so results are deterministic, forward and backward.
 """
@@ -25,6 +28,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 CHUNK = 64  # tokens
+# with a decay per channel: shorter for memory, since there are as many decays between two tokens of
+# a chunk as a key has channels
+CHANNEL_CHUNK = 16
 EPSILON = 1e-6  # of the L2 norms of queries and keys, as in flash-linear-attention
 
 
@@ -105,7 +111,7 @@ def delta_rule(
     Args:
         query, key: [T, groups, dk], each shared by heads / groups consecutive heads.
         value: [T, heads, dv].
-        log_decay: [T, heads], log a.
+        log_decay: log a, [T, heads], or [T, heads, dk] with a decay per channel of the key.
         rate: [T, heads], b.
 
     Returns:
@@ -117,14 +123,14 @@ def delta_rule(
     q = q * key.size(-1) ** -0.5
     inputs = (q, k, value.to(dtype), log_decay.to(dtype), rate.to(dtype))
     q, k, v, decay, b = (_chunks(x, rows.gather) for x in inputs)  # [N, heads, C, ...]
-    decay = decay.cumsum(-1)
-    later = torch.ones(q.size(2), q.size(2), dtype=torch.bool, device=q.device).triu(1)
-    # decay between two tokens of a chunk; exp of a difference, which cannot overflow
-    between = (decay.unsqueeze(-1) - decay.unsqueeze(-2)).masked_fill(later, -torch.inf).exp()
-    since_start = decay.exp().unsqueeze(-1)
-    to_end = (decay[..., -1:] - decay).exp().unsqueeze(-1)
+    decay = decay.cumsum(2)
+    if log_decay.dim() == 2:
+        decay = decay.unsqueeze(-1)  # [N, heads, C, 1 or dk]
+    between = _between(decay, k)
+    since_start = decay.exp()
+    to_end = (decay[..., -1:, :] - decay).exp()
     k_rate = k * b.unsqueeze(-1)
-    system = (k_rate @ k.mT) * between  # its diagonal is taken as 1
+    system = _products(k_rate, k, between)  # its diagonal is taken as 1
     solved = torch.linalg.solve_triangular(
         system,
         torch.cat([v * b.unsqueeze(-1), k_rate * since_start], -1),
@@ -132,12 +138,42 @@ def delta_rule(
         unitriangular=True,
     )
     writes, reads = solved.split([v.size(-1), k.size(-1)], -1)
-    scores = (q @ k.mT) * between
+    scores = _products(q, k, between)
     q = q * since_start
     k_end = (k * to_end).mT
-    chunk_decay = since_start[..., -1:, :]
+    chunk_decay = since_start[..., -1:, :].mT
     out = _scan_chunks(writes, reads, scores, q, k_end, chunk_decay, rows.steps)
     return out.transpose(1, 2).flatten(0, 1)[rows.scatter].to(value.dtype)
+
+
+def _between(decay: Tensor, key: Tensor) -> Tensor:
+    """Decay a_{j+1} ... a_i between every two tokens i >= j of a chunk, 0 for i < j.
+
+    Args:
+        decay: log of the decay from the start of the chunk, [N, heads, C, 1 or dk].
+        key: [N, heads, C, dk].
+
+    Returns:
+        [N, heads, C (i), C (j)]; with a decay per channel times key j, [N, heads, C, C, dk].
+    """
+    later = torch.ones(key.size(2), key.size(2), dtype=torch.bool, device=key.device).triu(1)
+    difference = decay.unsqueeze(-2) - decay.unsqueeze(-3)
+    # exp of a difference, which cannot overflow
+    between = difference.masked_fill(later.unsqueeze(-1), -torch.inf).exp()
+    return between.squeeze(-1) if decay.size(-1) == 1 else between * key.unsqueeze(-3)
+
+
+def _products(x: Tensor, key: Tensor, between: Tensor) -> Tensor:
+    """Products of every two tokens i >= j of a chunk, sum over channels of x_i k_j a_{j+1} ... a_i,
+    [N, heads, C (i), C (j)].
+
+    Args:
+        x, key: [N, heads, C, dk].
+        between: What `_between` returned.
+    """
+    if between.dim() == 4:
+        return (x @ key.mT) * between
+    return (x.unsqueeze(-2) @ between.mT).squeeze(-2)
 
 
 def _chunks(x: Tensor, gather: Tensor) -> Tensor:
@@ -163,7 +199,7 @@ def _scan_chunks(
         scores: [N, heads, C, C], scores of the keys within the chunk.
         query: [N, heads, C, dk], decayed from the start of the chunk.
         key: [N, heads, dk, C], decayed to the end of the chunk.
-        chunk_decay: [N, heads, 1, 1], decay over the chunk.
+        chunk_decay: [N, heads, 1 or dk, 1], decay over the chunk.
 
     Returns:
         [N, heads, C, dv].
@@ -185,11 +221,14 @@ def _scan_chunks(
 
 
 @functools.cache
-def fla_rule() -> Callable[..., Tensor] | None:
+def fla_rule(*, per_channel: bool) -> Callable[..., Tensor] | None:
     """`delta_rule` with flash-linear-attention's kernels, for bf16 on a GPU; None if the package is
-    not installed."""
+    not installed. per_channel: for a decay per channel of the key."""
     try:
-        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+        if per_channel:
+            from fla.ops.kda import chunk_kda as kernel
+        else:
+            from fla.ops.gated_delta_rule import chunk_gated_delta_rule as kernel
     except ImportError:
         return None
 
@@ -199,9 +238,7 @@ def fla_rule() -> Callable[..., Tensor] | None:
         share = value.size(1) // key.size(1)
         query, key = (x.repeat_interleave(share, dim=1) for x in (query, key))
         tensors = (x.unsqueeze(0).contiguous() for x in (query, key, value, log_decay, rate))
-        out, _ = chunk_gated_delta_rule(
-            *tensors, use_qk_l2norm_in_kernel=True, cu_seqlens=rows.cu_seqlens.long()
-        )
+        out, _ = kernel(*tensors, use_qk_l2norm_in_kernel=True, cu_seqlens=rows.cu_seqlens.long())
         result: Tensor = out.squeeze(0)
         return result
 

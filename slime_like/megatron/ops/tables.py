@@ -7,8 +7,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from slime_like.megatron.ops.ahead import ahead_rows
 from slime_like.megatron.ops.attention import PackedRows
-from slime_like.megatron.ops.delta_rule import delta_rows
-from slime_like.megatron.ops.query_scale import query_scale
+from slime_like.megatron.ops.delta_rule import CHANNEL_CHUNK, CHUNK, DeltaRows, delta_rows
 from slime_like.megatron.ops.sparse_attention import far_rows
 
 
@@ -27,12 +26,17 @@ def prepare_rows(
         prediction_layers: Number of multi-token prediction layers that this pass runs.
     """
     if config.linear_attention_freq:
-        rows.delta = delta_rows(rows.cu_seqlens_q, rows.lengths)
+        rows.delta = delta_tables(rows, config)
     if topk := getattr(config, "index_topk", None):
         rows.far = far_rows(rows, topk)
-    if getattr(config, "query_scale_beta", 0.0):
-        rows.query_scale = query_scale(rows, config, cp_size, cp_rank)
     rows.ahead = tuple(
         ahead_rows(rows.cu_seqlens_q, number + 1, cp_size, cp_rank)
         for number in range(prediction_layers)
     )
+
+
+def delta_tables(rows: PackedRows, config: TransformerConfig) -> DeltaRows:
+    """The chunks of a network's delta nets."""
+    per_channel = getattr(config, "linear_decay_per_channel", False)
+    chunk = CHANNEL_CHUNK if per_channel else CHUNK
+    return delta_rows(rows.cu_seqlens_q, rows.lengths, chunk)

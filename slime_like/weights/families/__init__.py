@@ -13,6 +13,7 @@ from slime_like.weights.families import (  # noqa: F401  (each registers its fam
     glm4_moe,
     gpt_oss,
     hy_v3,
+    kimi_linear,
     llama,
     mimo,
     minimax_m2,

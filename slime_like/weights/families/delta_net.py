@@ -97,7 +97,7 @@ def heads_of_group(sizes: Sizes) -> int:
     return sizes.delta_heads // sizes.delta_groups
 
 
-def _rows(hf: str, start: int, size: int, group: int) -> TensorPart:
+def group_rows(hf: str, start: int, size: int, group: int) -> TensorPart:
     """Rows of one group in a section that starts at row `start`."""
     return TensorPart(hf, start + group * size, start + (group + 1) * size)
 
@@ -105,9 +105,9 @@ def _rows(hf: str, start: int, size: int, group: int) -> TensorPart:
 def _query_key_value(hf: str, sizes: Sizes, group: int) -> Iterator[TensorPart]:
     """Rows of one group in a tensor with all queries, then all keys, then all values."""
     keys = sizes.delta_groups * sizes.delta_key
-    yield _rows(hf, 0, sizes.delta_key, group)
-    yield _rows(hf, keys, sizes.delta_key, group)
-    yield _rows(hf, 2 * keys, heads_of_group(sizes) * sizes.delta_value, group)
+    yield group_rows(hf, 0, sizes.delta_key, group)
+    yield group_rows(hf, keys, sizes.delta_key, group)
+    yield group_rows(hf, 2 * keys, heads_of_group(sizes) * sizes.delta_value, group)
 
 
 def _all_query_key_value(sizes: Sizes) -> int:
@@ -131,8 +131,8 @@ class DeltaProjection(ByGroup):
 
     def group(self, sizes: Sizes, group: int) -> Iterator[TensorPart]:
         rows = _all_query_key_value(sizes) + sizes.delta_output
-        yield _rows(self.qkvz, 0, rows // sizes.delta_groups, group)
-        yield _rows(self.ba, 0, 2 * heads_of_group(sizes), group)
+        yield group_rows(self.qkvz, 0, rows // sizes.delta_groups, group)
+        yield group_rows(self.ba, 0, 2 * heads_of_group(sizes), group)
 
 
 @dataclass(frozen=True)
@@ -157,9 +157,9 @@ class DeltaProjections(ByGroup):
     def group(self, sizes: Sizes, group: int) -> Iterator[TensorPart]:
         heads = heads_of_group(sizes)
         yield from _query_key_value(self.qkv, sizes, group)
-        yield _rows(self.z, 0, heads * sizes.delta_value, group)
-        yield _rows(self.b, 0, heads, group)
-        yield _rows(self.a, 0, heads, group)
+        yield group_rows(self.z, 0, heads * sizes.delta_value, group)
+        yield group_rows(self.b, 0, heads, group)
+        yield group_rows(self.a, 0, heads, group)
 
 
 @dataclass(frozen=True)
@@ -185,7 +185,7 @@ class PerValueHead(ByGroup):
         return {self.hf: (sizes.delta_heads,)}
 
     def group(self, sizes: Sizes, group: int) -> Iterator[TensorPart]:
-        yield _rows(self.hf, 0, heads_of_group(sizes), group)
+        yield group_rows(self.hf, 0, heads_of_group(sizes), group)
 
 
 def delta_parameters(projection: Mapping) -> dict[str, Mapping]:

@@ -216,16 +216,14 @@ for _family in (
         TOWER,
     ),
     shell(
-        # either text; what Ministral 3 has more follows from its keys
-        model_families.get("Ministral3ForCausalLM"),
+        model_families.get("MistralForCausalLM"),
         "Mistral3ForConditionalGeneration",
         "mistral3",
-        ("mistral", "ministral3"),
+        ("mistral",),
         BESIDE_TOWER,
         TOWER_AND_PROJECTOR,
-        ("Mistral-Small-3", "Ministral-3", "Magistral-Small", "Devstral-Small"),
+        ("Mistral-Small-3", "Magistral-Small", "Devstral-Small"),
         TOWER,
-        {"model_type": "ministral3"},
     ),
     shell(
         model_families.get("Glm4ForCausalLM"),

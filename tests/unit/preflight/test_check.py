@@ -53,6 +53,16 @@ DELTA_NETS = {
 }  # fmt: skip
 
 
+# as its published file has them
+KIMI = {
+    **MOE, "architectures": ["KimiLinearForCausalLM"], "model_type": "kimi_linear", "num_key_value_heads": 4,
+    **dict.fromkeys(("num_experts_per_tok", "norm_topk_prob", "mlp_only_layers", "max_position_embeddings")),
+    "q_lora_rank": None, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 12, "mla_use_nope": True,
+    "num_experts": 4, "num_experts_per_token": 2, "num_shared_experts": 1, "first_k_dense_replace": 1, "moe_layer_freq": 1,
+    "moe_renormalize": True, "moe_router_activation_func": "sigmoid", "num_expert_group": 1, "topk_group": 1, "use_grouped_topk": True,
+    "model_max_length": 512, "routed_scaling_factor": 2.446, "tie_word_embeddings": False,
+    "linear_attn_config": {"full_attn_layers": [3], "kda_layers": [1, 2, 4], "head_dim": 10, "num_heads": 4, "short_conv_kernel_size": 4},
+}  # fmt: skip
 MINIMAX = {
     **MOE, "architectures": ["MiniMaxM2ForCausalLM"], "model_type": "minimax_m2", "num_local_experts": 4, "rotary_dim": 8,
     **dict.fromkeys(("num_experts", "moe_intermediate_size", "norm_topk_prob", "mlp_only_layers")),
@@ -168,12 +178,13 @@ def test_the_advice_helps(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, MOE, {"tie_word_embeddings": False}, DELTA_NETS, MINIMAX, GLM4, GPT_OSS, GEMMA3],
+    [{}, MOE, {"tie_word_embeddings": False}, DELTA_NETS, KIMI, MINIMAX, GLM4, GPT_OSS, GEMMA3],
     ids=[
         "dense, tied",
         "experts",
         "dense, untied",
         "delta nets",
+        "Kimi delta attention",
         "MiniMax-M2",
         "GLM-4",
         "gpt-oss",
@@ -190,14 +201,19 @@ def test_formula_of_parameters(tmp_path: Path, changes: dict[str, Any]) -> None:
     assert shape.total + (384 - 320) * 64 * (1 if shape.tied else 2) == real
 
 
-def test_a_micro_batch_through_delta_nets(tmp_path: Path) -> None:
-    """Two of four layers exchange whole sequences with the other context-parallel rank, there and
-    back, in both passes. Their kernels keep less than the rule in plain torch."""
-    config = tiny(tmp_path, "--context-parallel-size", "2", changes=DELTA_NETS, world=2)
+@pytest.mark.parametrize(
+    ("changes", "layers"), [(DELTA_NETS, 2), (KIMI, 3)], ids=["gated", "Kimi delta attention"]
+)
+def test_a_micro_batch_through_delta_nets(
+    tmp_path: Path, changes: dict[str, Any], layers: int
+) -> None:
+    """So many layers exchange whole sequences with the other context-parallel rank, there and back,
+    in both passes. Their kernels keep less than the rule in plain torch."""
+    config = tiny(tmp_path, "--context-parallel-size", "2", changes=changes, world=2)
     with world_as_rank(config.parallel, virtual_stages=None, rank=0, world_size=2) as layout:
         built = build_rank(config.megatron, config.gpt, layout, gpu=True)
         kernels, plain = (run_stage(built, 256, gpu=gpu) for gpu in (True, False))
-    assert plain.traffic["alltoall_base", "context"].calls == 2 * 4
+    assert plain.traffic["alltoall_base", "context"].calls == layers * 4
     assert plain.traffic["alltoall_base", "context"] == kernels.traffic["alltoall_base", "context"]
     assert kernels.kept < plain.kept
 

@@ -23,7 +23,7 @@ from slime_like.preflight.one_rank import build_rank  # noqa: E402
 from slime_like.preflight.passes import run_micro_batch  # noqa: E402
 from slime_like.trainer.factory import make_throughput  # noqa: E402
 from tests.unit.command_lines import complete, problems_of  # noqa: E402
-from tests.unit.preflight.test_check import DELTA_NETS, GLM4, MINIMAX, MOE, tiny  # noqa: E402
+from tests.unit.preflight.test_check import DELTA_NETS, GLM4, KIMI, MINIMAX, MOE, tiny  # noqa: E402
 
 TOKENS = 64
 LATENT = {
@@ -44,6 +44,7 @@ LATENT = {
     [
         pytest.param({}, id="dense"),
         pytest.param(DELTA_NETS, id="experts and delta nets"),
+        pytest.param(KIMI, id="Kimi delta attention"),
         pytest.param(LATENT, id="latent"),
         pytest.param(MOE, marks=pytest.mark.extended, id="experts"),
         pytest.param({**LATENT, "q_lora_rank": None}, marks=pytest.mark.extended, id="whole q"),

@@ -90,8 +90,8 @@ def test_kimi_k2_5(tmp_path: Path) -> None:
     ("changes", "expected"),
     [
         (
-            {"text_config": {**SIZES, "model_type": "llama"}},
-            "model_type 'llama'.*mistral, ministral3",
+            {"text_config": {**SIZES, "model_type": "ministral3"}},
+            "model_type 'ministral3'.*mistral",
         ),
         ({"text_config": None}, "text_config is missing"),
         ({"text_config": {**SIZES, "model_type": "mistral", "audio": 1}}, "audio 1 is unknown"),
