@@ -51,6 +51,19 @@ def family_of(name: str) -> ModelFamily:
     return matches[max(matches)]
 
 
+def tiny_settings(family: ModelFamily, **changes: Any) -> dict[str, Any]:
+    """Keys of a tiny model's configuration class. changes: of these keys. A family's `layer_types`
+    are repeated for all layers."""
+    settings = {**SIZES, **family.tiny, **changes}
+    if "layer_types" not in changes and (kinds := settings.get("layer_types")):
+        repeated = itertools.cycle(kinds)
+        settings["layer_types"] = list(itertools.islice(repeated, settings["num_hidden_layers"]))
+    if not family.text_config:
+        return settings
+    vision = settings.pop("vision_config")
+    return {"text_config": settings, "vision_config": vision, "tie_word_embeddings": False}
+
+
 def make_tiny_model(like: str, folder: Path, *, seed: int = 1, **changes: Any) -> Any:
     """Make a model of transformers' class and save it in `folder` with its tokenizer. changes: keys
     of config.json to override. Raises ValueError for an unknown `like`."""
@@ -61,13 +74,7 @@ def make_tiny_model(like: str, folder: Path, *, seed: int = 1, **changes: Any) -
     family = family_of(like)
     tokenizer = make_tokenizer()
     keys = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
-    settings = {**SIZES, **keys, **family.tiny, **changes}
-    if "layer_types" not in changes and (kinds := settings.get("layer_types")):
-        repeated = itertools.cycle(kinds)
-        settings["layer_types"] = list(itertools.islice(repeated, settings["num_hidden_layers"]))
-    if family.text_config:
-        vision = settings.pop("vision_config")
-        settings = {"text_config": settings, "vision_config": vision, "tie_word_embeddings": False}
+    settings = tiny_settings(family, **(keys | changes))
     model_type = family.same_as or family.model_type
     config = AutoConfig.for_model(model_type, **settings, dtype=torch.float32)
     torch.manual_seed(seed)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from arguments.megatron_configs import Machine
 from arguments.parse import parse_args
 from arguments.run_config import RunConfig
 from megatron_patches import patch
-from scripts.make_tiny_model import ROOT, SIZES, family_of
+from scripts.make_tiny_model import ROOT, family_of, tiny_settings
 from slime_like import doctor
 from slime_like.errors import RunError
 from slime_like.megatron.init import device_of_this_process
@@ -42,10 +41,7 @@ def config_of(architecture: str, folder: Path) -> Path:
     from transformers import AutoConfig
 
     family = family_of(architecture)
-    settings: dict[str, Any] = {**SIZES, "vocab_size": 64, "eos_token_id": 1, **family.tiny}
-    if family.text_config:
-        vision = settings.pop("vision_config")
-        settings = {"text_config": settings, "vision_config": vision, "tie_word_embeddings": False}
+    settings = tiny_settings(family, vocab_size=64, eos_token_id=1)
     own = {"architectures": [architecture], "model_type": family.model_type}
     config = AutoConfig.for_model(family.same_as or family.model_type, **settings).to_dict()
     folder.mkdir()
