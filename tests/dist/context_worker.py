@@ -27,7 +27,7 @@ from slime_like.megatron.parallel_layout import ParallelLayout  # isort: skip
 from slime_like.megatron.ops.attention import PackedAttention, packed_rows  # isort: skip
 from slime_like.megatron.ops.window_attention import WindowAttention  # isort: skip
 from tests.dist.float64 import WithoutFloat32
-from tests.unit.losses.loss_cases import OF_SINGLE_RESPONSES
+from tests.unit.losses.loss_cases import OF_SINGLE_RESPONSES, with_needed
 
 # --- attention ---------------------------------------------------------------------------------------------------------
 
@@ -106,20 +106,25 @@ def packed_inputs(cp: int, active: str) -> tuple[LossInputs, Tensor]:
 
     rewards = torch.randn(6, generator=g, dtype=torch.float64)[seq_ids]
     turn_ids = turns_of(mask, seq_ids)
+    log_probs = old + noise(0.3)
+    loss_weights = torch.rand(6, generator=g, dtype=torch.float64)[seq_ids]
+    columns = {
+        "advantages": torch.where(torch.rand(total, generator=g) > 0.1, rewards, -rewards),
+        "old_log_probs": old,
+        "rollout_log_probs": old + noise(0.1),
+        "ref_log_probs": old + noise(0.2),
+        "entropy": noise(1.0),
+        "keep_mask": torch.rand(total, generator=g) > 0.2,
+        "rewards": rewards,
+        "nll_weights": torch.rand(total, generator=g, dtype=torch.float64),
+    }
     inputs = LossInputs(
-        log_probs=old + noise(0.3),
+        log_probs=log_probs,
         loss_mask=mask,
-        loss_weights=torch.rand(6, generator=g, dtype=torch.float64)[seq_ids],
+        loss_weights=loss_weights,
         seq_ids=seq_ids,
         num_seqs=6,
-        advantages=torch.where(torch.rand(total, generator=g) > 0.1, rewards, -rewards),
-        old_log_probs=old,
-        rollout_log_probs=old + noise(0.1),
-        ref_log_probs=old + noise(0.2),
-        entropy=noise(1.0),
-        keep_mask=torch.rand(total, generator=g) > 0.2,
-        rewards=rewards,
-        nll_weights=torch.rand(total, generator=g, dtype=torch.float64),
+        **with_needed(columns, old),
         selection_seed=5,
         turn_ids=turn_ids,
         num_turns=int(turn_ids[-1]) + 1,

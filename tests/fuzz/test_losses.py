@@ -23,6 +23,7 @@ from slime_like.losses import (
     policy_losses,
     token_weights,
 )
+from tests.unit.losses.loss_cases import with_needed
 
 NUMBERS = st.one_of(
     st.sampled_from([math.nan, math.inf, -math.inf, 0.0, -1.0, 1e-30, 1e30, None, "token", True]),
@@ -55,6 +56,7 @@ def batches(draw: st.DrawFn) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         name: scale * torch.randn(shape, generator=generator)
         for name in ("advantages", "old_log_probs", "rollout_log_probs", "ref_log_probs", "entropy", "rewards")
     }  # fmt: skip
+    tensors = with_needed(tensors, torch.empty(shape))
     tensors = {n: torch.where(mask, t, draw(st.sampled_from([0.0, math.nan, math.inf]))) for n, t in tensors.items()}  # fmt: skip
     return mask, tensors
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -9,10 +11,24 @@ from torch import Tensor
 
 from slime_like.losses import LossInputs, policy_losses
 from slime_like.metrics.typed import Metric, MetricAccumulator
+from slime_like.token_columns import TokenColumns
 
 # Those of pairs: tests/unit/losses/test_pairs.py, tests/dist/test_pairs.py.
 OF_SINGLE_RESPONSES = [name for name, loss in policy_losses.items() if not loss.pairs]
 POLICY_GRADIENTS = [name for name in OF_SINGLE_RESPONSES if policy_losses.get(name).policy_gradient]
+
+
+def with_needed(tensors: Mapping[str, Tensor], like: Tensor) -> dict[str, Any]:
+    """These tensors, and numbers in (0, 1) for every per-token input that a registered loss needs
+    and that is not among them: a new input is tested without a line in the tables of inputs."""
+    declared = {name for loss in OF_SINGLE_RESPONSES for name in policy_losses.get(loss).needs}
+    columns = declared & {field.name for field in fields(TokenColumns)}
+    generator = torch.Generator().manual_seed(12)
+    others = {
+        name: torch.rand(like.shape, generator=generator, dtype=torch.float64).to(like.dtype)
+        for name in sorted(columns - tensors.keys())
+    }
+    return {**tensors, **others}
 
 
 def make(
@@ -20,23 +36,27 @@ def make(
     advantages: Tensor,
     mask: Tensor | None = None,
     seq_ids: Tensor | None = None,
-    **fields: Any,
+    **changes: Any,
 ) -> tuple[Tensor, LossInputs]:
     """Leaf log-probs [T] and inputs with the given log-ratio, to the old policy and to the sampler
-    alike. fields: of LossInputs."""
+    alike. changes: further fields of LossInputs."""
     old = torch.linspace(-3, -0.1, log_ratio.numel(), dtype=torch.float64)
     leaf = (old + log_ratio).clone().requires_grad_()
     seq_ids = torch.zeros_like(log_ratio, dtype=torch.long) if seq_ids is None else seq_ids
     mask = torch.ones_like(log_ratio, dtype=torch.bool) if mask is None else mask
-    fields = {"old_log_probs": old, "rollout_log_probs": old, "rewards": advantages, **fields}
+    columns = {
+        "advantages": advantages,
+        "old_log_probs": old,
+        "rollout_log_probs": old,
+        "rewards": advantages,
+    }
     return leaf, LossInputs(
         log_probs=leaf,
         loss_mask=mask,
         loss_weights=torch.ones_like(log_ratio),
         seq_ids=seq_ids,
         num_seqs=int(seq_ids.max()) + 1,
-        advantages=advantages,
-        **fields,
+        **{**with_needed(columns, old), **changes},
     )
 
 

@@ -20,6 +20,7 @@ from slime_like.losses import (
     policy_losses,
     token_weights,
 )
+from tests.unit.losses.loss_cases import with_needed
 from tests.unit.losses.test_invariance import CORRECTIONS, VARIANTS, WITHOUT_AN_OLD_POLICY, legal
 from tests.unit.losses.test_prescaling import OF_SAMPLES
 from tests.unit.losses.test_total import is_refused
@@ -64,13 +65,14 @@ def tensors_at(log_probs: Tensor, log_ratio: Tensor, advantages: Tensor) -> dict
     """Old policy, sampler and reference alike, `log_ratio` below the current policy."""
     old = (log_probs - log_ratio).detach()
     rewards = torch.where(advantages[:, :1] > 0, 1.0, -1.0).expand(advantages.shape)
-    return {
+    tensors = {
         "old_log_probs": old,
         "rollout_log_probs": old,
         "ref_log_probs": old,
         "advantages": advantages,
         "rewards": rewards,
     }
+    return with_needed(tensors, old)
 
 
 # --- ratio 1 ---

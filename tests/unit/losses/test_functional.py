@@ -48,7 +48,10 @@ IN_A_FRESH_PROCESS = """
         leaf = (old + 0.05).requires_grad_()
         masks = {} if loss.correction == "forbidden" else correction.tensors
         u = token_weights("sequence_mean", mask)
-        output = compute_policy_loss(name, leaf, mask, u, config=config, **tensors, **masks)
+        others = {need: mask for need in loss.needs - tensors.keys()}
+        output = compute_policy_loss(
+            name, leaf, mask, u, config=config, **tensors, **others, **masks
+        )
         output.loss.backward()
         assert leaf.grad.abs().sum() > 0 or name == "rollout_is", name
     kl_estimate("k3", old, old - 0.1)

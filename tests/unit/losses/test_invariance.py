@@ -35,7 +35,7 @@ from slime_like.losses import (
     token_weights,
 )
 from tests.unit.command_lines import complete
-from tests.unit.losses.loss_cases import OF_SINGLE_RESPONSES
+from tests.unit.losses.loss_cases import OF_SINGLE_RESPONSES, with_needed
 
 # What a loss without a default needs, and settings that make another loss of it.
 NEEDED: dict[str, dict[str, Any]] = {"dro": {"dro_beta": 0.3}}
@@ -151,7 +151,7 @@ def step() -> dict[str, Tensor]:
         :, None
     ].expand(COUNT, LENGTH)
     good = mask & (rewards > 0)
-    return {
+    tensors = {
         "features": features,
         "tokens": tokens,
         "weights": weights,
@@ -165,6 +165,7 @@ def step() -> dict[str, Tensor]:
         "rewards": rewards,
         "nll_weights": good / good.sum(),
     }
+    return with_needed(tensors, old)
 
 
 def log_probs_of(features: Tensor, weights: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:

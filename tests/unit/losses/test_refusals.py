@@ -43,6 +43,7 @@ from slime_like.losses.dppo import DPPOConfig
 from slime_like.losses.ppo import PPOConfig
 from slime_like.losses.sapo import SAPOConfig
 from slime_like.tinker.schemas import SamplingParams as ClientSampling
+from tests.unit.losses.loss_cases import with_needed
 
 NAN, INF = math.nan, math.inf
 ONES = torch.ones(2, 3)
@@ -292,7 +293,7 @@ def test_what_is_illegal_is_a_value_error_that_names_it(case: str) -> None:
 def test_an_empty_batch_is_a_loss_of_0(name: str, shape: tuple[int, int]) -> None:
     leaf = torch.zeros(shape, requires_grad=True)
     constant = torch.zeros(shape)
-    fields = (
+    names = (
         "advantages",
         "old_log_probs",
         "rollout_log_probs",
@@ -300,6 +301,7 @@ def test_an_empty_batch_is_a_loss_of_0(name: str, shape: tuple[int, int]) -> Non
         "ref_log_probs",
         "entropy",
     )
+    tensors = with_needed(dict.fromkeys(names, constant), constant)
     settings = (
         {"dro_beta": 0.1} if name == "dro" else policy_losses.get(name).alias_defaults.get(name, {})
     )
@@ -311,9 +313,7 @@ def test_an_empty_batch_is_a_loss_of_0(name: str, shape: tuple[int, int]) -> Non
             else token_weights(reduction, constant)
         )
         terms = LossTerms(kl_loss_coef=0.1, entropy_coef=0.1, opsm_delta=None)
-        output = compute_policy_loss(
-            name, leaf, constant, u, config=config, terms=terms, **dict.fromkeys(fields, constant)
-        )
+        output = compute_policy_loss(name, leaf, constant, u, config=config, terms=terms, **tensors)
         assert output.loss.item() == 0
         output.loss.backward()
     assert leaf.grad is not None and leaf.grad.shape == shape

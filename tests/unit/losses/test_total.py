@@ -23,7 +23,7 @@ from slime_like.losses import (
     total_loss,
 )
 from slime_like.metrics.typed import MetricAccumulator
-from tests.unit.losses.loss_cases import OF_SINGLE_RESPONSES
+from tests.unit.losses.loss_cases import OF_SINGLE_RESPONSES, with_needed
 
 NAMES = OF_SINGLE_RESPONSES
 TERMS = LossTerms(kl_loss_coef=0.3, kl_loss_type="k3", entropy_coef=0.07)
@@ -53,7 +53,7 @@ def random_step(seed: int = 0) -> dict[str, Tensor]:
     mask[2] = False
     mask[3] = torch.arange(9) == 4
     old = -normal(1).abs() - 0.1
-    return {
+    tensors = {
         "log_probs": old + normal(0.4),
         "loss_mask": mask,
         "advantages": normal(1),
@@ -65,6 +65,7 @@ def random_step(seed: int = 0) -> dict[str, Tensor]:
         .expand(shape)
         .clone(),
     }
+    return with_needed(tensors, old)
 
 
 def weights_of(reduction: str, mask: Tensor) -> Tensor:
@@ -292,7 +293,9 @@ def test_one_token_and_far_off_policy_tokens_stay_finite(name: str) -> None:
                 torch.ones(1, 1),
                 torch.ones(1, 1),
                 config=config_of(name),
-                **{key: torch.full((1, 1), x) for key, x in tensors.items()},
+                **with_needed(
+                    {key: torch.full((1, 1), x) for key, x in tensors.items()}, leaf.detach()
+                ),
             )
             (gradient,) = torch.autograd.grad(output.loss, leaf)
             assert torch.isfinite(output.loss)

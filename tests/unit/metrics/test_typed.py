@@ -23,6 +23,7 @@ from slime_like.metrics.typed import (
     masked_min,
     masked_std,
 )
+from tests.unit.losses.loss_cases import with_needed
 from tests.unit.losses.test_invariance import VARIANTS, legal
 
 # Operations whose result the host must see, or whose size depends on values. A mask as an index is
@@ -88,10 +89,12 @@ def micro_batch(seed: int) -> LossInputs:
     return LossInputs(
         log_probs=near().requires_grad_(), loss_mask=torch.rand(count, generator=g) < 0.7,
         loss_weights=torch.full((count,), 0.01),
-        seq_ids=torch.arange(count) // 8, num_seqs=5, advantages=near(1.0), old_log_probs=near(),
-        rollout_log_probs=near(), ref_log_probs=near(),
-        entropy=-near(), rewards=near(1.0), nll_weights=torch.full((count,), 0.01),
-        keep_mask=torch.rand(count, generator=g) < 0.9,
+        seq_ids=torch.arange(count) // 8, num_seqs=5,
+        **with_needed({
+            "advantages": near(1.0), "old_log_probs": near(), "rollout_log_probs": near(), "ref_log_probs": near(),
+            "entropy": -near(), "rewards": near(1.0), "nll_weights": torch.full((count,), 0.01),
+            "keep_mask": torch.rand(count, generator=g) < 0.9,
+        }, torch.empty(count)),
     )  # fmt: skip
 
 
