@@ -71,6 +71,6 @@ class Rollout:
         return [sample.loss_mask for sample in self.local]
 
     def check_finite(self, columns: Columns, when: str) -> None:
-        """See `guards.check_finite`."""
+        """See `slime_like.guards.finite.check_finite`."""
         names = [str(sample.sample_id) for sample in self.local_samples]
         check_finite(columns, self.masks, names, when=when)

@@ -29,5 +29,5 @@ class BatchSettings:
     advantages: AdvantageSettings
     sample_buffer_size: int
     old_is_current: bool  # see `TrainBatch`
-    outcome_readers: Sequence[OutcomeReader]  # see `outcomes.outcome_readers`
+    outcome_readers: Sequence[OutcomeReader]  # see `outcome_readers` in factory.py
     hooks: TrainHooks

@@ -159,8 +159,3 @@ def sequence_mean_metric(inputs: LossInputs, x: Tensor) -> Metric:
     lengths = inputs.seq_sum(torch.ones_like(inputs.loss_mask, dtype=torch.float32))
     share = torch.where(inputs.loss_mask, 1.0 / lengths.clamp(min=1), 0.0)
     return Metric("mean", (share * inputs.masked(x.detach()).float()).sum(), share.sum())
-
-
-# Argument validation of the public functions of losses and advantages. Each raises ValueError
-# naming the argument, its value and what is legal. They read values, which synchronises with the
-# device, so training bypasses them for tensors that it built itself.

@@ -138,14 +138,19 @@ class AsyncRolloutQueue:
             "before": before,
         }
 
-    def load_ahead(self, saved: SampledAhead) -> None:
+    def load_ahead(
+        self,
+        saved: SampledAhead,
+        rollout_of: Callable[[Sequence[SampleGroup], Mapping[str, float]], GeneratedRollout],
+    ) -> None:
         """Restore the rollouts of `state()["sampled_ahead"]` before sampling starts. The caller has
-        restored the position after them."""
+        restored the position after them. rollout_of: makes a rollout of its groups and metrics, as
+        `make` did when they were sampled."""
         for row in saved["rollouts"]:
             metrics = {name: float.fromhex(value) for name, value in row["metrics"].items()}
             step = int(row["step"])
             groups = self._json.groups_from_rows(row["groups"])
-            self._done[step] = GeneratedRollout.of(groups, metrics)
+            self._done[step] = rollout_of(groups, metrics)
             self._saved[step] = row["before"]
 
     def close(self) -> None:

@@ -30,9 +30,6 @@ from slime_like.samples.groups import SampleGroup
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from slime_like.checkpoints.state import AheadRow, SamplingState, TrainerState
 
 
@@ -102,7 +99,7 @@ class RolloutManager:
                 self._tokenizer,
                 max_response_len=rollout.rollout_max_response_len,
             )
-            return GeneratedRollout.of(groups, metrics)
+            return self._rollout_of(groups, metrics)
         if settings.async_staleness is None:
             return self._sample(step)
         assert self.queue is not None
@@ -152,7 +149,7 @@ class RolloutManager:
             )
         if prefetched is not None and problem is None:
             assert self.queue is not None
-            self.queue.load_ahead(prefetched)
+            self.queue.load_ahead(prefetched, self._rollout_of)
         return problem
 
     def _prefetch_problem(self, rollouts: Sequence[AheadRow]) -> str | None:
@@ -199,9 +196,16 @@ class RolloutManager:
 
             metrics = metrics | agent_metrics(groups, group)
         if self._teacher is None or not self.settings.trains:
-            return GeneratedRollout.of(groups, metrics)
+            return self._rollout_of(groups, metrics)
         groups, teacher_metrics = self._teacher.grade(groups, group)
-        return GeneratedRollout.of(groups, metrics | teacher_metrics)
+        return self._rollout_of(groups, metrics | teacher_metrics)
+
+    def _rollout_of(
+        self, groups: Sequence[SampleGroup], metrics: Mapping[str, float]
+    ) -> GeneratedRollout:
+        """The rollout of these groups, with what is not trained on masked out: sampled, recorded,
+        supervised, or sampled ahead by the run that this one resumes."""
+        return GeneratedRollout.of(groups, metrics)
 
     def _make_queue(self) -> AsyncRolloutQueue | None:
         """The queue that samples rollouts ahead of training with --async-rollout; without it, only

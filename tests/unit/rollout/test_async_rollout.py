@@ -88,7 +88,7 @@ def test_what_was_sampled_ahead_is_handed_out_after_a_resume() -> None:
     make, position, at = world()
     at["data"] = saved["sampled_ahead"]["behind"]["data"]
     resumed = AsyncRolloutQueue(make, position, max_staleness=2)
-    resumed.load_ahead(saved["sampled_ahead"])
+    resumed.load_ahead(saved["sampled_ahead"], GeneratedRollout.of)
     assert resumed.state() == saved  # saved again before anything was sampled
     resumed.allow(4)
     assert all(same(resumed.take(step), groups) for step, groups in zip((2, 3), expected))
