@@ -24,6 +24,7 @@ from arguments.rules.base import Settings, problem
 from slime_like.advantages.registry import advantage_estimators, needs_critic
 from slime_like.config import Problem, flag_name, relation_problem
 from slime_like.text import mask_settings
+from slime_like.weight_sync.transports.base import transport_traits
 
 
 def has_critic(s: Settings) -> bool:
@@ -52,6 +53,10 @@ FACTS: Mapping[str, tuple[Callable[[Settings], bool], str]] = {
         "--opd-type sglang, which scores given tokens at temperature 1 over the full vocabulary",
     ),
     "@self_teacher": (lambda s: s.distillation.teaches_itself, "--opd-type self"),
+    "@weight_folder": (
+        lambda s: transport_traits(s.sglang.update_weight_transport).uses_folder,
+        "--update-weight-transport disk",
+    ),
     "@over_samples": (
         lambda s: (s.scheduling.over_sampling_batch_size or 0) > s.rollout.rollout_batch_size,
         "--over-sampling-batch-size above --rollout-batch-size",

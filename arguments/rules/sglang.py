@@ -216,7 +216,7 @@ def check_weight_transport(s: Settings) -> list[Problem]:
     if traits.same_gpu and not g.colocate:
         message = "requires --colocate: memory handles are valid on the same GPU only"
         problems += problem("update_weight_transport", transport, message)
-    if g.update_weight_mode == "delta" and not traits.uses_folder:
+    if g.update_weight_mode == "delta" and not traits.sends_deltas:
         message = "requires --update-weight-transport disk; add it"
         problems += problem("update_weight_mode", "delta", message)
     if g.no_update_weight_copy and (

@@ -134,7 +134,7 @@ class SglangConfig(CheckedSettings):
         None,
         "With --update-weight-transport disk: a folder at the same path for trainer and servers. "
         "Default: a temporary folder on this host.",
-        only_with="update_weight_transport=disk",
+        only_with="@weight_folder",
     )
     update_weight_disk_keep_files: bool = arg(
         False,

@@ -53,7 +53,7 @@ class Dialogue(Talk):
         self.session._model.engine = self.writer
 
     def check(self, branches: int) -> None:
-        """Not here: see `test_agent_tree`."""
+        """Not here: see tests/unit/agents/test_tree.py."""
 
     def sample(self, group: int, number: int) -> Sample:
         blank = Sample.empty(Prompt(group, "", (1,)), number)

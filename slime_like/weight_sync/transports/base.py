@@ -66,6 +66,7 @@ class TransportTraits:
 
     same_gpu: bool = False  # works between processes on one GPU only
     uses_folder: bool = False  # goes through a folder that trainer and servers share
+    sends_deltas: bool = False  # works with --update-weight-mode delta
     keeps_copy: bool = False  # may keep a copy in host memory for servers that join late
 
 
@@ -96,15 +97,31 @@ def register_weight_transport(
 
 
 _HERE = "slime_like.weight_sync.transports"
-for _name, _path, _help in (
-    ("broadcast", "broadcast:BroadcastTransport", "a process group with them, gloo or NCCL."),
-    ("disk", "disk:DiskTransport", "a Hugging Face folder."),
-    ("cuda_ipc", "tensor:CudaIpcTransport", "handles of GPU memory, with --colocate."),
-    ("tensor", "tensor:TensorTransport", "in the requests themselves, which is slow."),
+for _name, _path, _help, _trait in (
+    (
+        "broadcast",
+        "broadcast:BroadcastTransport",
+        "a process group with them, gloo or NCCL.",
+        TransportTraits(keeps_copy=True),
+    ),
+    (
+        "disk",
+        "disk:DiskTransport",
+        "a Hugging Face folder.",
+        TransportTraits(uses_folder=True, sends_deltas=True),
+    ),
+    (
+        "cuda_ipc",
+        "tensor:CudaIpcTransport",
+        "handles of GPU memory, with --colocate.",
+        TransportTraits(same_gpu=True),
+    ),
+    (
+        "tensor",
+        "tensor:TensorTransport",
+        "in the requests themselves, which is slow.",
+        TransportTraits(),
+    ),
 ):
     weight_transports.add_lazy(_name, f"{_HERE}.{_path}", help=_help)
-_traits |= {
-    "broadcast": TransportTraits(keeps_copy=True),
-    "disk": TransportTraits(uses_folder=True),
-    "cuda_ipc": TransportTraits(same_gpu=True),
-}
+    _traits[_name] = _trait

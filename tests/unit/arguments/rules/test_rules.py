@@ -404,6 +404,7 @@ FACT_WORDS = {
     "@reward_model": "--loss-type rm_loss",
     "@served_teacher": "--use-opd --opd-type sglang --opd-teacher-url http://x:1",
     "@self_teacher": "--use-opd --opd-type self --opd-feedback-key feedback",
+    "@weight_folder": "--update-weight-transport disk",
 }
 
 

@@ -11,9 +11,16 @@ import pytest
 from arguments import get_parser
 from arguments.parse import parse_args
 from arguments.rules.sglang import address_parts
+from slime_like.weight_sync.transports.base import (
+    TransportTraits,
+    WeightTransport,
+    register_weight_transport,
+    weight_transports,
+)
 from tests.unit.command_lines import (
     assert_refused,
     complete,
+    problems_of,
     problems_of_flags,
     refused,
 )
@@ -145,3 +152,22 @@ def test_a_switch_that_is_passed_on_is_true() -> None:
 )  # fmt: skip
 def test_addresses(address: str, parts: tuple[str, int] | None) -> None:
     assert address_parts(address) == parts
+
+
+def test_a_registered_transport_is_what_its_traits_say(tmp_path: Path, python: str) -> None:
+    """It may have the folder of --update-weight-disk-dir, and is not replaced by that of deltas."""
+
+    @register_weight_transport("shelf", traits=TransportTraits(uses_folder=True))
+    class Shelf(WeightTransport):
+        pass
+
+    try:
+        here = HERE.replace("{python}", python).split()
+        folder = ("--update-weight-disk-dir", str(tmp_path / "updates"))
+        line = complete(tmp_path, *here, "--update-weight-transport", "shelf", *folder)
+        assert parse_args(line, 1).sglang.update_weight_transport == "shelf"
+        (found,) = problems_of([*line, "--update-weight-mode", "delta"], 1)
+        assert found.flag == "--update-weight-mode"
+        assert "requires --update-weight-transport disk" in found.message
+    finally:
+        weight_transports.remove("shelf")
