@@ -13,6 +13,7 @@ from arguments.hf.model import read_hf_model
 from arguments.rules.network import ShardedNetwork, layout_problems
 from arguments.schema import ParallelConfig
 from slime_like.config import ConfigError
+from tests.unit.command_lines import complete, problems_of
 
 COMMON: dict[str, Any] = {
     **{"architectures": ["KimiLinearForCausalLM"], "model_type": "kimi_linear", "head_dim": 72},
@@ -96,3 +97,16 @@ def test_ranks_share_whole_heads(tmp_path: Path, tensor: int, context: int, lega
     messages = [problem.message for problem in problems]
     refused = f"x --context-parallel-size {context} must divide linear_num_key_heads 32"
     assert messages == ([] if legal else [refused])
+
+
+def test_modules_with_adapters(tmp_path: Path) -> None:
+    """Those of delta nets and of experts, but no compressed queries."""
+    argv = complete(
+        tmp_path, *["--lora-rank", "4", "--lora-target-modules", "k_proj", "w1", "q_a_proj"]
+    )
+    write(tmp_path / "hf", **PUBLISHED)
+    (message,) = [p.message for p in problems_of(argv, 1) if p.flag == "--lora-target-modules"]
+    assert message.startswith("no such module in KimiLinearForCausalLM; legal values: all-linear")
+    words = message.replace(",", "").split()
+    assert {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "w1"} < set(words)
+    assert "q_a_proj" not in words
