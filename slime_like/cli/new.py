@@ -1,8 +1,9 @@
-"""slime-like new FOLDER: create a recipe to start from. It trains unchanged within two minutes on
-one CPU: a tiny model with random weights learns to write a letter twice.
+"""slime-like new FOLDER: create a recipe to start from. It trains unchanged in about a minute of
+one CPU: a tiny model with random weights learns to write a letter twice, and is graded on prompts
+that it was not trained on.
 
-The folder has train.jsonl (the data), reward.py, test_reward.py, run.yaml and model/. Replace them
-one by one; --hf-checkpoint selects your model instead of the tiny one.
+The folder has train.jsonl and heldout.jsonl (the data), reward.py, test_reward.py, run.yaml and
+model/. Replace them one by one; --hf-checkpoint selects your model instead of the tiny one.
 
 Exit status: 0 written, 2 the folder has files already.
 """
@@ -20,6 +21,7 @@ from arguments.hf.hub import download_hint
 
 TEMPLATES = Path(__file__).parent / "recipe"
 LETTERS = string.ascii_lowercase[:8]
+VERBS = ("write", "say", "type", "spell")
 TIMES = 2  # repetitions of the letter
 
 
@@ -36,9 +38,18 @@ def parser() -> argparse.ArgumentParser:
     return result
 
 
-def rows() -> list[dict[str, str]]:
-    """The prompts, with the labels for `reward.py`."""
-    return [{"prompt": f"write {letter}:", "answer": letter * TIMES} for letter in LETTERS]
+def rows() -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+    """The prompts, with the labels for `reward.py`: to train on, and held out.
+
+    Each letter is held out with one verb, and trained on with the others.
+    """
+    train = []
+    held_out = []
+    for i, letter in enumerate(LETTERS):
+        for j, verb in enumerate(VERBS):
+            part = held_out if j == i % len(VERBS) else train
+            part.append({"prompt": f"{verb} {letter}:", "answer": letter * TIMES})
+    return train, held_out
 
 
 def write_recipe(folder: Path, hf_checkpoint: str | None) -> None:
@@ -64,8 +75,9 @@ def write_recipe(folder: Path, hf_checkpoint: str | None) -> None:
     model = "model" if hf_checkpoint is None else str(Path(hf_checkpoint).absolute())
     text = settings.read_text(encoding="utf-8")
     settings.write_text(text.replace("$MODEL", json.dumps(model)), encoding="utf-8")
-    with (folder / "train.jsonl").open("w", encoding="utf-8") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows())
+    for name, part in zip(("train", "heldout"), rows(), strict=True):
+        with (folder / f"{name}.jsonl").open("w", encoding="utf-8") as file:
+            file.writelines(json.dumps(row) + "\n" for row in part)
 
 
 def main() -> int:

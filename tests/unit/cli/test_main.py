@@ -117,6 +117,10 @@ def test_shell_completion(tmp_path: Path) -> None:
     assert shell_completes("slime-like new --hf", tmp_path) == ["--hf-checkpoint"]
 
 
+def json_rows(path: Path) -> list[dict[str, str]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
 def test_a_recipe_around_a_model_of_ones_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,7 +131,11 @@ def test_a_recipe_around_a_model_of_ones_own(
     monkeypatch.chdir(folder)
     config = parse_args(["--config", "run.yaml"], 1)
     assert config.model.hf_checkpoint == model and config.rollout.num_rollout == 100
-    assert [json.loads(line) for line in Path("train.jsonl").read_text().splitlines()] == rows()
+    train, held_out = rows()
+    assert json_rows(Path("train.jsonl")) == train
+    assert json_rows(Path("heldout.jsonl")) == held_out
+    assert not {row["prompt"] for row in train} & {row["prompt"] for row in held_out}
+    assert {row["answer"] for row in train} == {row["answer"] for row in held_out}
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_reward.py"],
         capture_output=True,
@@ -145,11 +153,13 @@ def test_a_recipe_trains_as_it_is(tmp_path: Path) -> None:
     assert run("new", str(folder)).returncode == 0
     done = run("train", "--config", "run.yaml", "--num-rollout", "20", folder=folder)
     assert done.returncode == 0, done.stdout + done.stderr
-    rewards = [row["rollout/reward_mean"] for row in read_metrics(folder / "outputs/metrics.jsonl")]
+    metrics = read_metrics(folder / "outputs/metrics.jsonl")
+    assert [row["step"] for row in metrics if "eval/heldout/mean" in row] == [0, 20]
+    rewards = [row["rollout/reward_mean"] for row in metrics if row["step"]]
     assert sum(rewards[-5:]) > sum(rewards[:5])
     assert (folder / "outputs/rollouts/20.json").is_file()
     assert run("report", "outputs", folder=folder).returncode == 0
     found = read_samples([read_run(folder / "outputs")], 10_000)
-    assert len(found.details) == 20 * 128 and not found.problems
+    assert len(found.details) == 20 * 512 and not found.problems
     fields = {"tokens", "advantage", "log_prob", "diff", "entropy", "versions"}
     assert all(fields <= details.keys() for details in found.details)
