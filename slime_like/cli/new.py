@@ -43,8 +43,8 @@ def rows() -> tuple[list[dict[str, str]], list[dict[str, str]]]:
 
     Each letter is held out with one verb, and trained on with the others.
     """
-    train = []
-    held_out = []
+    train: list[dict[str, str]] = []
+    held_out: list[dict[str, str]] = []
     for i, letter in enumerate(LETTERS):
         for j, verb in enumerate(VERBS):
             part = held_out if j == i % len(VERBS) else train
