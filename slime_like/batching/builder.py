@@ -28,6 +28,7 @@ from slime_like.advantages import (
 from slime_like.advantages.values import value_metrics
 from slime_like.batching.delivery import SampleDelivery
 from slime_like.batching.log_probs import LogProbs, Scores, UpdateCheck
+from slime_like.batching.observations import with_observation_weights
 from slime_like.batching.off_policy_step import SampleCorrection
 from slime_like.batching.outcomes import outcomes_of
 from slime_like.batching.rollout_batch import Columns, Rollout
@@ -100,13 +101,16 @@ class BatchBuilder:
             replays_rollout=settings.replays_rollout,
             buffer_size=settings.sample_buffer_size,
         )
-        config = settings.algorithm
-        is_adaptive = config.kl_ctrl_type == "adaptive"
-        adaptive = (config.kl_target, config.kl_horizon) if is_adaptive else ()
-        self.kl_controller = KLController(config.kl_coef, *adaptive)
+        algorithm = settings.algorithm
+        self.kl_controller = KLController(algorithm.kl_coef)
+        if algorithm.kl_ctrl_type == "adaptive":
+            self.kl_controller = KLController(
+                algorithm.kl_coef, algorithm.kl_target, algorithm.kl_horizon
+            )
         self._warned_of_long_sequences = False
-        self._needs_energies = needs_energies(advantage_estimators.get(config.advantage_estimator))
-        self._needs_trees = bool(tree_reasons(config))
+        estimator = advantage_estimators.get(algorithm.advantage_estimator)
+        self._needs_energies = needs_energies(estimator)
+        self._needs_trees = bool(tree_reasons(algorithm))
 
     def state_dict(self) -> dict[str, object]:
         """State for resuming, as plain JSON."""
@@ -175,7 +179,7 @@ class BatchBuilder:
         if critic is not None:
             values = scores.values
             returns = advantages.returns
-            assert values is not None and returns is not None, "see advantages/"
+            assert values is not None and returns is not None, "with a critic there are both"
             metrics |= value_metrics(values, returns, rollout.masks, self.layout.dp_group)
             critic_batches = critic.batches(returns)
 
@@ -256,8 +260,6 @@ class BatchBuilder:
         )
         if not algorithm.observation_loss_coef:
             return steps
-        from slime_like.batching.observations import with_observation_weights
-
         return with_observation_weights(plan, samples, assignment, steps)
 
     def _warn_of_long_sequences(self, samples: Sequence[AnySample]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -17,14 +16,11 @@ from slime_like.batching.off_policy_step import (
 )
 from slime_like.batching.rollout_batch import Rollout
 from slime_like.batching.settings import BatchSettings
+from slime_like.batching.teacher_scores import TeacherScores, teacher_scores
 from slime_like.guards.rollout import RolloutGuards, require_rollout_log_probs
 from slime_like.megatron.backend import LogProbOutput, MegatronBackend
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.types import TrainSample
-
-if TYPE_CHECKING:
-    from slime_like.batching.teacher_scores import TeacherScores
-
 
 BEFORE_UPDATE = "before the update"
 
@@ -80,8 +76,6 @@ class LogProbs:
         log-probs."""
         if not self.settings.distillation.use_opd:
             return None
-        from slime_like.batching.teacher_scores import teacher_scores
-
         return teacher_scores(self.settings, self.backend, rollout, old)
 
     def check(

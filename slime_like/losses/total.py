@@ -128,11 +128,13 @@ def weighted_terms(
         policy_loss = policy_loss.with_config(policy_config)
     _check(inputs, policy_loss, terms)
     weights = inputs.masked(inputs.loss_weights)
-    opsm_metrics: dict[str, Metric] = {}
+    metrics: dict[str, Metric] = {}
     if terms.opsm_delta is not None:
-        keep, opsm_metrics["opsm_clipfrac"] = opsm_keep(inputs, terms.opsm_delta)
+        keep, clipped = opsm_keep(inputs, terms.opsm_delta)
         inputs = replace(inputs, keep_mask=inputs.kept & keep)
+        metrics["opsm_clipfrac"] = clipped
     output = policy_loss.fn(inputs, policy_config)
+    metrics = {**output.metrics, **metrics}
     losses = output.token_losses
     if policy_loss.correction in ("outer", "masks"):
         losses = _apply_correction(inputs, losses)
@@ -140,7 +142,6 @@ def weighted_terms(
     if inputs.policy_weights is not None:
         policy_weights = inputs.masked(inputs.policy_weights)
     result = [WeightedTerm("policy_loss", 1.0, policy_weights, inputs.masked(losses))]
-    metrics = {**output.metrics, **opsm_metrics}
     if inputs.ref_log_probs is not None:
         ratio = inputs.log_ratio() if terms.use_unbiased_kl else None
         kl = kl_estimate(
@@ -215,5 +216,6 @@ def _check(inputs: LossInputs, policy_loss: PolicyLoss, terms: LossTerms) -> Non
             stacklevel=3,
         )
     for coef, tensor in _TERM_INPUTS.items():
-        if (value := getattr(terms, coef)) and getattr(inputs, tensor) is None:
+        value = getattr(terms, coef)
+        if value and getattr(inputs, tensor) is None:
             raise ValueError(f"{coef} {value:g} needs {tensor}, and the batch has none")

@@ -112,10 +112,10 @@ class MegatronBackend:
         self.policy = make_policy(config, layout, self.hf, total_steps=total_steps)
         self.adapter_shape = self._start_adapter(config.lora.lora_adapter_path)
         self.reference = make_reference(config, self.policy)
-        self.averaged = make_self_teacher(config, self.policy)
+        self.averaged_policy = make_self_teacher(config, self.policy)
         self.teacher = make_teacher(config, layout)
         if config.distillation.teaches_itself:
-            self.teacher = self_teacher(config, self.policy, self.averaged)
+            self.teacher = self_teacher(config, self.policy, self.averaged_policy)
         self.critic: TrainedNetwork | None = None
         if config.trains_critic:
             self.critic = make_critic(config, self.policy, total_steps=total_steps)
@@ -175,12 +175,22 @@ class MegatronBackend:
             top_k = 0
             unrouted = [dataclasses.replace(sample, routed_experts=None) for sample in samples]
             output = network.forward(unrouted, head, size)
-        log_probs, entropy, *extra = output.columns
+        # of each sample: log-prob, entropy, sum of squares if requested, and K further columns,
+        # which are the top-k tokens if requested, otherwise log-probs of the sample's label sets
+        log_probs, entropy, *further = output.columns
         absent: list[Tensor | None] = [None] * len(samples)
-        squared: Sequence[Tensor | None] = extra.pop(0) if squared_probs and extra else absent
-        # the remaining K columns are top-k tokens, or log-probs of label sets
-        tables = [torch.stack(row, dim=1) for row in zip(*extra)] if extra else absent
-        set_log_probs, tokens = (absent, tables) if top_k else (tables, absent)
+        squared: Sequence[Tensor | None] = absent
+        if squared_probs and further:
+            squared = further[0]
+            further = further[1:]
+        tokens: Sequence[Tensor | None] = absent
+        set_log_probs: Sequence[Tensor | None] = absent
+        if further:
+            tables = [torch.stack(row, dim=1) for row in zip(*further)]
+            if top_k:
+                tokens = tables
+            else:
+                set_log_probs = tables
         routed_experts = output.routed_experts or absent
         rows = zip(log_probs, entropy, routed_experts, squared, set_log_probs, tokens, strict=True)
         return [LogProbOutput(*row) for row in rows]
@@ -227,9 +237,9 @@ class MegatronBackend:
         """Take the optimizer step of `forward_backward` or `forward_backward_critic`; skipped on
         all ranks if the gradient norm is not finite."""
         stepped, grad_norm, learning_rate = pending.network.optim_step()
-        if stepped and self.averaged is not None and pending.network is self.policy:
+        if stepped and self.averaged_policy is not None and pending.network is self.policy:
             self.policy.finish_updates()
-            self.averaged.update(self.policy)
+            self.averaged_policy.update(self.policy)
         return StepResult(
             metrics=pending.metrics,
             grad_norm=grad_norm,

@@ -112,9 +112,9 @@ def load_state(
 
 def start_self_teacher(backend: MegatronBackend) -> None:
     """Initialise the self-distillation teacher, if it has its own weights, from the policy."""
-    if backend.averaged is not None:
+    if backend.averaged_policy is not None:
         backend.policy.finish_updates()
-        backend.averaged.start(backend.policy)
+        backend.averaged_policy.start(backend.policy)
 
 
 def start_critic(backend: MegatronBackend, source: str | None, *, verify: bool) -> None:
@@ -135,8 +135,8 @@ def _saved_frozen(backend: MegatronBackend) -> dict[str, SavedNetwork]:
     networks: dict[str, FrozenModel] = {}
     if backend.resets_reference and backend.reference is not None:
         networks["reference"] = backend.reference
-    if backend.averaged is not None:
-        networks["teacher"] = backend.averaged.network
+    if backend.averaged_policy is not None:
+        networks["teacher"] = backend.averaged_policy.network
     return {
         name: SavedNetwork(network.chunks, None, None, backend.layout)
         for name, network in networks.items()
@@ -144,7 +144,11 @@ def _saved_frozen(backend: MegatronBackend) -> dict[str, SavedNetwork]:
 
 
 def _in_full_precision(backend: MegatronBackend) -> AbstractContextManager[None]:
-    return nullcontext() if backend.averaged is None else backend.averaged.in_full_precision()
+    return (
+        nullcontext()
+        if backend.averaged_policy is None
+        else backend.averaged_policy.in_full_precision()
+    )
 
 
 def _model_shape(backend: MegatronBackend, networks: Collection[str]) -> dict[str, object]:

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from arguments.rules.agents import check_branches
 from arguments.rules.learning_rate import run_warnings
 from arguments.run_config import RunConfig
 from slime_like.batching.builder import Batches
@@ -42,6 +43,8 @@ from slime_like.trainer.factory import (
     stop_conditions,
     throughput_of,
 )
+from slime_like.trainer.rollout_record import record_rollout, record_training
+from slime_like.trainer.run_record import start_trackers
 from slime_like.trainer.sampling_factory import make_sampling
 
 if TYPE_CHECKING:
@@ -110,6 +113,7 @@ class Trainer:
             warn_rank_0(logger, note)
         guards = rollout_guards(config)
         self.batch_builder = make_batch_builder(config, layout, backend, guards, progress, hooks)
+        # a user's conversion makes the sequences to train on later, in `_sequences`
         if config.scheduling.async_rollout and not (
             config.debug.debug_rollout_only or hooks.converts
         ):
@@ -135,8 +139,6 @@ class Trainer:
         first = self.start + 1 if self.start else 0
         trackers = None
         if config.trackers:
-            from slime_like.trainer.run_record import start_trackers
-
             trackers = start_trackers(self.config, self.output_dir, resumed=first > 0)
         return MetricsLogger(
             self.output_dir,
@@ -282,8 +284,6 @@ class Trainer:
         )
         metrics |= batch_metrics
         if config.debug.save_debug_rollout_data:
-            from slime_like.trainer.rollout_record import record_training
-
             record_training(config.debug.save_debug_rollout_data, step, batches, self.layout)
         return metrics | self._train(step, batches, metrics)
 
@@ -304,8 +304,6 @@ class Trainer:
         if self.strategy.samples_responses:
             metrics |= self.sampling.release_engine()
         if config.debug.save_debug_rollout_data:
-            from slime_like.trainer.rollout_record import record_rollout
-
             target = config.debug.save_debug_rollout_data
             record_rollout(target, step, generated.groups, self.layout.rank, self.tokenizer)
         if self.logger is not None and self.logger.trackers is not None:
@@ -317,8 +315,6 @@ class Trainer:
         function makes of the samples."""
         sequences = self.hooks.convert(with_branches(samples))
         if len(sequences) > len(samples):
-            from arguments.rules.agents import check_branches
-
             check_branches(self.config)
         return sequences
 
@@ -392,8 +388,8 @@ class Trainer:
         hidden = tuple(self._hidden)
         self._hidden.clear()
         if self.logger is not None:
-            shown = {n: v for n, v in metrics.items() if not n.startswith(hidden)}
-            self.logger.log(step + 1, shown if hidden else metrics)
+            shown = {name: v for name, v in metrics.items() if not name.startswith(hidden)}
+            self.logger.log(step + 1, shown)
 
 
 def mean_scores(scores: Mapping[str, float]) -> str:
