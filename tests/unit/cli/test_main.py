@@ -159,7 +159,7 @@ def test_a_recipe_trains_as_it_is(tmp_path: Path) -> None:
     assert sum(rewards[-5:]) > sum(rewards[:5])
     assert (folder / "outputs/rollouts/20.json").is_file()
     assert run("report", "outputs", folder=folder).returncode == 0
-    found = read_samples([read_run(folder / "outputs")], 10_000)
+    found = read_samples([read_run(folder / "outputs")], 20_000)
     assert len(found.details) == 20 * 512 and not found.problems
     fields = {"tokens", "advantage", "log_prob", "diff", "entropy", "versions"}
     assert all(fields <= details.keys() for details in found.details)
