@@ -56,7 +56,6 @@ register_model_family(
         tiny={
             **{"head_dim": 16, "moe_intermediate_size": 24, "num_experts": 4},
             **{"num_experts_per_tok": 3, "num_shared_experts": 1, "router_scaling_factor": 1.7},
-            "mlp_layer_types": ["dense", "sparse", "sparse"],
         },
     )
 )
