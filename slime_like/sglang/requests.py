@@ -213,14 +213,15 @@ class ServerRequests:
     ) -> bytes:
         """POST through the router or to a server. avoid: addresses where this request failed;
         extended on failure."""
-        task = asyncio.current_task()
-        assert task is not None
+        deadlines = self._settings.deadlines
+        # a task of its own: an eviction that comes just after the response must not cancel what the
+        # request does next
+        task = asyncio.create_task(post_once(client, f"{url}/generate", body, deadlines, max_bytes))
         if worker is not None:
             with self._pool.lock:
                 worker.in_flight.add(task)
         try:
-            deadlines = self._settings.deadlines
-            return await post_once(client, f"{url}/generate", body, deadlines, max_bytes)
+            return await task
         except RequestFailed as failure:
             avoid.add(url)
             if worker is not None and failure.server_gone:
@@ -229,7 +230,6 @@ class ServerRequests:
         except asyncio.CancelledError as cancelled:
             if "evicted" not in cancelled.args:
                 raise
-            task.uncancel()
             raise RequestFailed(
                 "evicted",
                 f"{url}: the server was taken out while it worked on this",

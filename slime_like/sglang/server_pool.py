@@ -41,7 +41,7 @@ class Worker:
     num_wrong_versions: int = 0  # evictions for an impossible weight version
     returning: bool = False  # evicted for that reason; it gets the weights at the next probe
     # tasks of requests sent to it directly
-    in_flight: set[asyncio.Task[object]] = field(default_factory=set)
+    in_flight: set[asyncio.Task[bytes]] = field(default_factory=set)
 
 
 @dataclass(frozen=True, slots=True)

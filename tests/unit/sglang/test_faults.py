@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from slime_like.engines.base import GenerateOutput, GenerateRequest, SamplingPar
 from slime_like.engines.local.engine import LocalEngine
 from slime_like.engines.sglang.engine import SglangEngine
 from slime_like.errors import RunError
-from slime_like.sglang import server_pool
+from slime_like.sglang import requests, server_pool
 from slime_like.sglang.http import ControlClient, RequestFailed
 from slime_like.sglang.router import Router
 from slime_like.sglang.server_pool import HealthSettings, ServerPool
@@ -295,6 +296,26 @@ def test_a_server_that_keeps_answering_under_other_weights_stays_out(model: str)
         assert rejected == 3
         assert [w.url for w in engine.pool.alive()] == [servers[1].url]
         assert_right(engine.generate(REQUESTS, SAMPLING), model)
+
+
+def test_an_eviction_just_after_the_response_cancels_nothing(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another request has found the same fault: this one still reports it and goes elsewhere."""
+    with fake_servers(model, 2) as servers, engine_of(model, servers) as engine:
+        post_once = requests.post_once
+
+        async def evicted_afterwards(*arguments: Any) -> bytes:
+            answer = await post_once(*arguments)
+            for worker in engine.pool.workers:
+                for task in worker.in_flight:
+                    asyncio.get_running_loop().call_soon(task.cancel, "evicted")
+            return answer
+
+        monkeypatch.setattr(requests, "post_once", evicted_afterwards)
+        servers[0].faults = [versions("999")] * 1000
+        (output,) = engine.generate(REQUESTS[:1], SAMPLING)
+        assert output.failure is None or "weight version 999" in output.failure
 
 
 def test_a_server_behind_a_router_that_has_other_weights_is_found(model: str) -> None:
