@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT))
 from arguments.hf.model import read_hf_model  # noqa: E402
 from slime_like.cli.tiny_model import make_tokenizer  # noqa: E402
 from slime_like.weights.families import ModelFamily, model_families  # noqa: E402
-from slime_like.weights.families.kimi_linear import published_name  # noqa: E402
+from slime_like.weights.published import as_published  # noqa: E402
 
 SIZES: dict[str, Any] = {
     **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3},
@@ -85,10 +85,8 @@ def make_tiny_model(like: str, folder: Path, *, seed: int = 1, **changes: Any) -
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     weights = folder / "model.safetensors"
-    stored = load_file(weights)
-    published = as_published(type(model).__name__, stored)
-    if published is not stored:
-        save_file(published, weights, metadata={"format": "pt"})
+    tensors = published_tensors(type(model).__name__, load_file(weights))
+    save_file(tensors, weights, metadata={"format": "pt"})
     if family.same_as is not None:
         path = folder / "config.json"
         own = {"architectures": [family.architecture], "model_type": family.model_type}
@@ -98,28 +96,10 @@ def make_tiny_model(like: str, folder: Path, *, seed: int = 1, **changes: Any) -
     return model
 
 
-def as_published(class_name: str, tensors: dict[str, Any]) -> dict[str, Any]:
-    """What transformers' class saves, as the published files of the model have it. transformers
-    calls the layers of Kimi-K2.5's text `blocks`, as the tower's are called, has the weights of
-    Qwen3-VL-MoE's experts as [experts, out, in], unless it has loaded them from such files, and
-    calls Kimi-Linear's dense layers like those with experts."""
-    if class_name == "Kimi_K25ForConditionalGeneration":
-        names = {"model.blocks.": "model.layers.", "model.mm_": "mm_"}
-        renamed = {}
-        for name, tensor in tensors.items():
-            for theirs, published in names.items():
-                name = name.replace(theirs, published)
-            renamed[name] = tensor
-        return renamed
-    if class_name == "KimiLinearForCausalLM":
-        return {published_name(name): tensor for name, tensor in tensors.items()}
-    if class_name == "Qwen3VLMoeForConditionalGeneration":
-        packed = (".experts.gate_up_proj", ".experts.down_proj")
-        return {
-            name: tensor.transpose(1, 2).contiguous() if name.endswith(packed) else tensor
-            for name, tensor in tensors.items()
-        }
-    return tensors
+def published_tensors(class_name: str, tensors: dict[str, Any]) -> dict[str, Any]:
+    """What transformers' class saves, as the published files of the model have it."""
+    pairs = (as_published(class_name, name, tensor) for name, tensor in tensors.items())
+    return {name: tensor.contiguous() for name, tensor in pairs}
 
 
 def add_prediction_layers(folder: Path, family: ModelFamily, count: int) -> None:

@@ -21,6 +21,7 @@ from arguments.hf.quantization import folder_quantization
 from slime_like.checkpoints.files import open_regular, read_json
 from slime_like.weights.export_plan import TensorPlan
 from slime_like.weights.families.kimi_linear import KIMI_LINEAR, published_name
+from slime_like.weights.published import QWEN3_VL_MOE
 from slime_like.weights.quantized import OTHER_SCALES, QuantizedWeight, find_quantized_weights
 
 SINGLE = "model.safetensors"
@@ -42,9 +43,6 @@ _STORED_DTYPES = {
     "I32": torch.int32,
     "I64": torch.int64,
 }
-# Qwen3-VL-MoE's tensors of all experts: the published files have [experts, in, out], and what
-# transformers made itself [experts, out, in]
-ANY_ORDER = "Qwen3VLMoeForConditionalGeneration"
 # Qwen3.5 without its vision tower: transformers may save it with the names of the full model
 TEXT_ONLY = ({"Qwen3_5ForCausalLM"}, {"Qwen3_5MoeForCausalLM"})
 LANGUAGE_MODEL = "model.language_model."
@@ -284,7 +282,7 @@ def _own_names(
     more = (PREDICTION_LAYERS,) if predicts else ()
     if named == [KIMI_LINEAR]:
         return {published_name(name): tensor for name, tensor in stored.items()}
-    if named == [ANY_ORDER]:
+    if named == [QWEN3_VL_MOE]:  # either order of dimensions; see `as_published`
         return _inputs_first(stored, config["text_config"]["hidden_size"])
     if not isinstance(named, list) or set(map(str, named)) not in TEXT_ONLY:
         return _each_expert(stored, (f"{LANGUAGE_MODEL}layers.", *more))

@@ -23,7 +23,7 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbed
 
 from arguments.hf.model import read_hf_model
 from benchmarks.parity.cells import RECOMPUTE
-from scripts.make_tiny_model import ROOT, as_published, family_of, make_tiny_model
+from scripts.make_tiny_model import ROOT, family_of, make_tiny_model, published_tensors
 from slime_like.megatron.model.gpt import _scale_embedding
 from slime_like.megatron.ops.attention import packed_rows
 from slime_like.weights.families import model_families
@@ -126,7 +126,7 @@ def of_transformers(
             own.copy_(torch.zeros_like(own) if parameter.grad is None else parameter.grad)
     gradients.save_pretrained(folder)
     model.zero_grad()
-    saved = as_published(type(model).__name__, load_file(folder / "model.safetensors"))
+    saved = published_tensors(type(model).__name__, load_file(folder / "model.safetensors"))
     return [x.detach() for x in logits], trained(saved)
 
 
@@ -433,7 +433,7 @@ def test_experts_in_either_order(alone: Any, tmp_path: Path, inner: int) -> None
     make_tiny_model(name, folder, moe_intermediate_size=inner)
     published = Ours(folder, alone, torch.float32).exported()
     tensors = load_file(folder / "model.safetensors")
-    save_file(as_published(name, tensors), folder / "model.safetensors")
+    save_file(published_tensors(name, tensors), folder / "model.safetensors")
     other = Ours(folder, alone, torch.float32).exported()
     changed = [
         n

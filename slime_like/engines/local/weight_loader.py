@@ -11,14 +11,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import revert_weight_conversion
 
 from slime_like.text import list_names
-from slime_like.weights.families.kimi_linear import KIMI_LINEAR, published_name
-
-# transformers 5.24 saves the layers of Kimi-K2.5's text as its tower's are called
-KIMI_LAYERS = ("language_model.model.blocks.", "language_model.model.layers.")
-# published files of this class have its experts' weights as [experts, in, out]; transformers gives
-# them that order only if it has loaded them from such a file
-INPUTS_FIRST = "Qwen3VLMoeForConditionalGeneration"
-EXPERTS = (".experts.gate_up_proj", ".experts.down_proj")
+from slime_like.weights.published import as_published
 
 
 class WeightSlots:
@@ -98,9 +91,6 @@ def _checkpoint_views(model: PreTrainedModel, name: str, weight: Tensor) -> dict
                 "does not rearrange checkpoint weights"
             )
         view = weight.as_strided(part.shape, strides, weight.storage_offset() + offset)
-        if type(model).__name__ == INPUTS_FIRST and part_name.endswith(EXPERTS):
-            view = view.transpose(1, 2)
-        if type(model).__name__ == KIMI_LINEAR:
-            part_name = published_name(part_name)
-        views[part_name.replace(*KIMI_LAYERS)] = view
+        published, slot = as_published(type(model).__name__, part_name, view)
+        views[published] = slot
     return views

@@ -87,8 +87,7 @@ class ColumnLora:
     def delta(self) -> Tensor:
         """The update of the layer's weight, [out / tp, in] float32."""
         products = [
-            self.scale * (b.float() @ a.float())
-            for a, b in zip(self.first, self.second, strict=True)
+            _product(a, b, self.scale) for a, b in zip(self.first, self.second, strict=True)
         ]
         return _join_pieces(products, self.order, 0)
 
@@ -114,7 +113,7 @@ class RowLora:
         return _matmul(low * self.scale, self.second)
 
     def delta(self) -> Tensor:
-        return self.scale * (self.second.float() @ self.first.float())
+        return _product(self.first, self.second, self.scale)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +129,7 @@ class ReplicatedLora:
         return _matmul(_matmul(x, self.first) * self.scale, self.second)
 
     def delta(self) -> Tensor:
-        return self.scale * (self.second.float() @ self.first.float())
+        return _product(self.first, self.second, self.scale)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,10 +144,15 @@ class HeadLora:
         return weight + self.scale * (self.second @ self.first)
 
     def delta(self) -> Tensor:
-        return self.scale * (self.second.float() @ self.first.float())
+        return _product(self.first, self.second, self.scale)
 
 
 Lora = ColumnLora | RowLora | ReplicatedLora | HeadLora
+
+
+def _product(first: Tensor, second: Tensor, scale: float) -> Tensor:
+    """The update of a weight, scale * lora_B lora_A, in float32."""
+    return scale * (second.float() @ first.float())
 
 
 def _join_pieces(outputs: Sequence[Tensor], order: Sequence[OutputPiece], dim: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""GLM-4-9B of 2024 (glm-4-9b-hf): GLM-4 without the norms of outputs."""
+"""GLM-4-9B of 2024 (glm-4-9b-hf): interleaved rotary embedding of half of each head."""
 
 from __future__ import annotations
 
@@ -19,23 +19,22 @@ PARAMETERS: dict[str, Mapping] = {
 }
 
 
-def _settings(reader: ConfigReader) -> dict[str, object]:
+def glm_settings(reader: ConfigReader) -> dict[str, object]:
     return {
         "add_qkv_bias": bool(reader.config.get("attention_bias", True)),
         "rotary_interleaved": True,
     }
 
 
-register_model_family(
-    ModelFamily(
-        "GlmForCausalLM",
-        "glm",
-        PARAMETERS,
-        required=("num_key_value_heads", "rms_norm_eps"),
-        keys=frozenset({"attention_bias"}),
-        rotary_percent=half_rotary,
-        settings=_settings,
-        published=("glm-4-9b", "glm-edge"),
-        tiny={"head_dim": 16, "attention_bias": True},
-    )
+GLM = ModelFamily(
+    "GlmForCausalLM",
+    "glm",
+    PARAMETERS,
+    required=("num_key_value_heads", "rms_norm_eps"),
+    keys=frozenset({"attention_bias"}),
+    rotary_percent=half_rotary,
+    settings=glm_settings,
+    published=("glm-4-9b", "glm-edge"),
+    tiny={"head_dim": 16, "attention_bias": True},
 )
+register_model_family(GLM)
