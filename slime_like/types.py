@@ -21,6 +21,7 @@ from slime_like.lazy import Tensor, torch
 from slime_like.token_columns import TokenColumns
 
 if TYPE_CHECKING:
+    from slime_like.images.rows import ImageRows
     from slime_like.megatron.ops.attention import PackedRows
     from slime_like.metrics.typed import Metric
 
@@ -190,6 +191,7 @@ class TrainSample(TokenColumns):
     # [R] int64: explicit labels of the last R rows, which need not be the next token; None: the
     # response itself, shifted by one
     labels: Tensor | None = None
+    images: ImageRows | None = None  # where the tokens stand for images
 
     @property
     def scored_rows(self) -> slice:
@@ -242,6 +244,7 @@ class MicroBatch(TokenColumns):
     sampling_mask: Tensor | None = None
     label_sets: Tensor | None = None  # [T, K] int64, soft targets
     label_weights: Tensor | None = None  # [T, K] float32
+    images: ImageRows | None = None  # of all sequences that have any
 
     @property
     def num_seqs(self) -> int:

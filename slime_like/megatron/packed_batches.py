@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from slime_like.images.rows import select_rows
 from slime_like.megatron.ops.attention import PackedRows
 from slime_like.megatron.ops.context_parallel import rows_of_rank
 from slime_like.types import MicroBatch
@@ -27,6 +28,9 @@ def rows_of_context_rank(batch: MicroBatch, cp_size: int, cp_rank: int) -> Micro
             by_row = value[0] if value.size(0) == 1 else value
             assert by_row.size(0) == batch.seq_ids.numel(), f"{f.name} is not by row"
             selected[f.name] = by_row[rows] if by_row is value else by_row[rows].unsqueeze(0)
+    images = batch.images
+    if images is not None:
+        selected["images"] = select_rows(images, rows, batch.seq_ids.numel())
     return replace(batch, **selected)
 
 

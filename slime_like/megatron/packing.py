@@ -21,6 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from slime_like.distributed.seqlen_balancing import even_rows, members, pack_by_budget, unit_sums
+from slime_like.images.rows import packed_images
 from slime_like.losses.turns import turns_of
 from slime_like.megatron.micro_batching import MicroBatchSize
 from slime_like.megatron.moe import make_length_sync
@@ -94,7 +95,7 @@ def empty_sample(like: TrainSample) -> TrainSample:
     """A sample without tokens, with the fields of `like`: a micro-batch of padding, zero weight."""
     values = {f.name: getattr(like, f.name) for f in fields(like)}
     empty = {name: value[:0] for name, value in values.items() if isinstance(value, Tensor)}
-    return replace(like, response_length=0, **empty)
+    return replace(like, response_length=0, images=None, **empty)
 
 
 def pack_groups(
@@ -332,6 +333,8 @@ def pack(
     )
     tokens, labels = rows.tokens_and_labels()
     real = rows.positions < rows.real_lengths[rows.seq_ids]
+    # padding gets position 0, because it may be longer than max_position_embeddings
+    positions = torch.where(real, rows.positions, 0)
     needs_places = cp_size > 1 or equal_sequences
     per_token = {name: rows.per_token(name) for name in PER_TOKEN}
     assert per_token["loss_mask"] is not None and per_token["loss_weights"] is not None
@@ -339,14 +342,14 @@ def pack(
     columns: dict[str, Any] = {
         "tokens": tokens.unsqueeze(0),
         "labels": labels.unsqueeze(0),
-        # padding gets position 0, because it may be longer than max_position_embeddings
-        "position_ids": torch.where(real, rows.positions, 0).unsqueeze(0),
+        "position_ids": positions.unsqueeze(0),
         "seq_ids": rows.seq_ids,
         "cu_seqlens": rows.cu_seqlens,
         "is_padding": ~real,
         "places": rows.places() if needs_places else None,
         "turn_ids": turn_ids,
         "routed_experts": rows.routed_experts(),
+        "images": packed_images([s.images for s in samples], rows.starts, positions),
         **per_token,
         **{name: rows.sets(name) for name in TOKEN_SETS},
     }

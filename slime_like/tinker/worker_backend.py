@@ -331,7 +331,7 @@ def samples_of(lengths: list[int], tokens: bytes, fields: Mapping[str, bytes]) -
     ones = [torch.ones(n) for n in lengths]
     samples = []
     for i, row in enumerate(split("tokens", tokens)):
-        values = {name: column[i] for name, column in columns.items()}
+        values: dict[str, Any] = {name: column[i] for name, column in columns.items()}
         if "keep_mask" in values:
             values["keep_mask"] = values["keep_mask"] > 0
         if "old_log_probs" in values:

@@ -28,6 +28,7 @@ LAYERS = (
         "slime_like.extras",
         "slime_like.function_args",
         "slime_like.hf_class",
+        "slime_like.images",
         "slime_like.import_utils",
         "slime_like.lazy",
         "slime_like.logs",

@@ -1,0 +1,159 @@
+"""Images of a sequence: where their features go, and the positions of its tokens on several axes.
+
+Qwen2-VL (arXiv 2409.12191, section 2.1, "multimodal rotary position embedding") gives every token a
+position in time, height and width. Text has the same position on all axes, the next integer. The
+features of an image have one time, and their row and column, counted from the image's start; the
+text after it continues at the largest position so far plus one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from slime_like.images.inputs import ImageInputs, concatenate
+from slime_like.lazy import Tensor, torch
+
+AXES = 3  # time, height, width
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ImageRows:
+    """Images of a sequence, or of the packed rows of a micro-batch."""
+
+    inputs: ImageInputs
+    rows: Tensor  # [F] int64, ascending: the rows that take a feature instead of an embedding
+    features: Tensor  # [F] int64: the feature that each of them takes
+    # [3, T] int64: positions of all rows on the axes; None: the model has one axis
+    positions: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceholderRule:
+    """How a model writes images into its tokens."""
+
+    image_token: int  # id of the placeholder of one feature
+    # patches per feature, on each of height and width; of models whose rotary embeddings have
+    # several axes, None for others
+    merge_size: int | None = None
+
+
+def image_rows(
+    tokens: Tensor, inputs: ImageInputs, rule: PlaceholderRule, sampled: Tensor | None = None
+) -> ImageRows:
+    """The images of one sequence.
+
+    Args:
+        tokens: [L] int64.
+        inputs: Its images, in the order of their placeholders.
+        sampled: [L] bool, tokens that the model wrote itself. A placeholder among them is a token
+            like others, as for the engine, which had no feature for it.
+
+    Raises:
+        ValueError: The sequence has not one placeholder for each feature, or an image's are not
+            together. (Without several axes the tower's output tells the number of features.)
+    """
+    found = tokens == rule.image_token
+    rows = (found if sampled is None else found & ~sampled).nonzero().squeeze(1)
+    positions = None
+    if rule.merge_size is not None:
+        assert inputs.grids is not None, "models with several axes take patches"
+        positions = rope_positions(int(tokens.numel()), inputs.grids, rule.merge_size, rows)
+    return ImageRows(inputs, rows, torch.arange(rows.numel()), positions)
+
+
+def rope_positions(length: int, grids: Tensor, merge_size: int, rows: Tensor) -> Tensor:
+    """Positions of one sequence of `length` L on the axes time, height and width: [3, L] int64.
+
+    Args:
+        grids: [I, 3] int64: frames, rows and columns of patches of each image.
+        merge_size: Patches per feature, on each of height and width.
+        rows: [F] int64: the places of the features.
+
+    Raises:
+        ValueError: The number of features is another, or an image's are not together.
+    """
+    counts = feature_counts(grids, merge_size)
+    if sum(counts) != rows.numel():
+        raise ValueError(
+            f"{len(counts)} images have {sum(counts)} features, and the tokens "
+            f"{rows.numel()} placeholders"
+        )
+    parts: list[Tensor] = []
+    end = 0  # of the part of the sequence that has positions
+    position = 0
+    first = 0  # of `rows`
+    for (frames, height, width), count in zip(grids.tolist(), counts):
+        start = int(rows[first])
+        if int(rows[first + count - 1]) != start + count - 1:
+            raise ValueError(f"the {count} placeholders of the image at token {start} are apart")
+        parts.append(_text(start - end, position))
+        position += start - end
+        sizes = (frames, height // merge_size, width // merge_size)
+        axes = torch.meshgrid(*(torch.arange(n) for n in sizes), indexing="ij")
+        parts.append(torch.stack(axes).flatten(1) + position)
+        position += max(sizes)
+        end = start + count
+        first += count
+    parts.append(_text(length - end, position))
+    return torch.cat(parts, dim=1)
+
+
+def _text(length: int, start: int) -> Tensor:
+    return torch.arange(start, start + length).expand(AXES, length)
+
+
+def feature_counts(grids: Tensor, merge_size: int) -> list[int]:
+    """The number of features of each image of `grids` [I, 3]."""
+    return [int(n) // merge_size**2 for n in grids.prod(1).tolist()]
+
+
+def packed_images(
+    sequences: Sequence[ImageRows | None], starts: Sequence[int], positions: Tensor
+) -> ImageRows | None:
+    """The images of packed rows; None if no sequence has any.
+
+    Sequences that share an `ImageInputs` object, as the samples of one prompt do, share its
+    features, so that the tower sees these images once.
+
+    Args:
+        starts: First row of each sequence.
+        positions: [T] int64, of all rows, as of text.
+    """
+    present = [(start, images) for start, images in zip(starts, sequences) if images is not None]
+    if not present:
+        return None
+    distinct: list[ImageInputs] = []
+    first_feature: dict[int, int] = {}  # of each distinct input, by its id
+    total = 0
+    for _, images in present:
+        if id(images.inputs) not in first_feature:
+            distinct.append(images.inputs)
+            first_feature[id(images.inputs)] = total
+            total += images.rows.numel()
+    by_axis = None
+    if present[0][1].positions is not None:
+        by_axis = positions.repeat(AXES, 1)
+        for start, images in present:
+            assert images.positions is not None, "of one model"
+            by_axis[:, start : start + images.positions.size(1)] = images.positions
+    return ImageRows(
+        concatenate(distinct),
+        torch.cat([images.rows + start for start, images in present]),
+        torch.cat([images.features + first_feature[id(images.inputs)] for _, images in present]),
+        by_axis,
+    )
+
+
+def select_rows(images: ImageRows, kept: Tensor, total: int) -> ImageRows:
+    """The images of some of `total` rows. All images stay, because each of the ranks that share
+    them runs the tower on all.
+
+    Args:
+        kept: [T] int64, distinct rows, in the new order.
+    """
+    place = torch.full((total,), -1).index_copy(0, kept, torch.arange(kept.numel()))[images.rows]
+    here = place >= 0
+    positions = None if images.positions is None else images.positions[:, kept]
+    order = place[here].argsort()
+    return ImageRows(images.inputs, place[here][order], images.features[here][order], positions)
