@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from slime_like.images.encoded import EncodedImage
 from slime_like.lazy import Tensor, torch
 from slime_like.token_columns import TokenColumns
 
@@ -73,6 +74,7 @@ class Prompt:
     rejected: Prompt | None = None  # in a preference pair, the same prompt with the rejected answer
     # reward of the chosen answer minus that of the rejected one, where the data has it
     margin: float | None = None
+    images: tuple[EncodedImage, ...] = ()  # in the order of their placeholders
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +107,8 @@ class Sample:
     routed_experts: Tensor | None = None
     # further sequences of the same episode; they share this sample's id and reward
     branches: tuple[Sample, ...] = ()
+    # of prompt and observations, in the order of their placeholders in `tokens`
+    images: tuple[EncodedImage, ...] = ()
 
     @classmethod
     def empty(cls, prompt: Prompt, sample_id: int) -> Sample:
@@ -120,6 +124,7 @@ class Sample:
             text=prompt.text,
             label=prompt.label,
             metadata=prompt.metadata,
+            images=prompt.images,
         )
 
     @property
@@ -156,6 +161,14 @@ class Sample:
     @property
     def num_branches(self) -> int:
         return len(self.branches)
+
+    @property
+    def num_images(self) -> int:
+        return len(self.images)
+
+    @property
+    def image_bytes(self) -> int:
+        return sum(len(image.data) for image in self.images)
 
     @property
     def versions_length(self) -> int:

@@ -49,6 +49,28 @@ def check_row_keys(s: Settings) -> list[Problem]:
     return problems
 
 
+def check_images(s: Settings) -> list[Problem]:
+    """--multimodal-keys: what rows may have, and who writes the placeholders."""
+    keys = s.data.multimodal_keys
+    if keys is None:
+        return []
+    others = sorted(keys.keys() - {"image"})
+    if others or not keys.get("image"):
+        what = f"{', '.join(map(repr, others))} is not offered; " if others else ""
+        return problem("multimodal_keys", None, what + """must be like '{"image": "images"}'""")
+    if s.model.hf_checkpoint is None:
+        return problem("multimodal_keys", None, "requires --hf-checkpoint with an image processor")
+    renders = s.data.apply_chat_template or s.algorithm.pair_loss is not None
+    if s.generates and not renders:
+        message = "requires --apply-chat-template, since the template writes the placeholders"
+        return problem("multimodal_keys", None, message)
+    if True:  # until the engine and the model take images
+        return problem("multimodal_keys", None, "is not complete yet")
+    if s.distillation.teaches_itself:
+        return problem("multimodal_keys", None, "cannot be combined with --opd-type self")
+    return []
+
+
 def _keys_of(spec: str, max_bad_rows: int) -> set[str] | None:
     """Keys in the first rows of a file; None if another rule applies to it, or it is read later."""
     path = file_of(spec)
@@ -170,6 +192,7 @@ def truncates(s: Settings) -> bool:
 DATA_RULES: tuple[Rule, ...] = (
     check_prompt_data,
     check_row_keys,
+    check_images,
     check_reward,
     check_reward_function,
     check_evaluation,

@@ -55,6 +55,31 @@ class DataConfig(CheckedSettings):
         "Field with the tools for the chat template, a list or its JSON; rows without it have no "
         "tools.",
     )
+    multimodal_keys: dict[str, str] | None = arg(
+        None,
+        "Rows have images: a JSON object with the field that holds them, such as "
+        '{"image": "images"}. Each belongs where the text has <image> or the message a part of '
+        "type 'image', which may hold its image itself.",
+        metavar="JSON",
+    )
+    max_image_mb: float = arg(
+        20.0,
+        "Largest file of an image, in MiB.",
+        legal=POSITIVE,
+        needs="multimodal_keys",
+    )
+    max_image_pixels: int = arg(
+        2**26,
+        "Most pixels of an image's file, before the model's processor makes it smaller.",
+        legal=POSITIVE,
+        needs="multimodal_keys",
+    )
+    image_decode_timeout_s: float = arg(
+        30.0,
+        "Seconds in which an image must be read and decoded.",
+        legal=POSITIVE,
+        needs="multimodal_keys",
+    )
     loss_mask_type: str | None = arg(
         None,
         "Which text of an assistant turn is trained on (loss mask). qwen3: as the template "

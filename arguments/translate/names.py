@@ -123,7 +123,6 @@ NOT_IMPLEMENTED_GROUPS: Mapping[str, str] = {
         min-batch-collection-ratio start-rollout-id disable-rollout-global-dataset
         rollout-task-type rollout-buffer-url fetch-trajectory-retry-times
     """,
-    "images and other media": "multimodal-keys",
     "a separate tool key for evaluation sets": "eval-tool-key",
     "--advantage-estimator normalises rewards; the function of --custom-reward-post-process-path "
     "can return them as they are": "disable-rewards-normalization",

@@ -257,6 +257,7 @@ class BatchBuilder:
             micro_batch_size=algorithm.micro_batch_size,
             positive_nll=algorithm.positive_nll_coef > 0,
             assignment=assignment,
+            image_processor=self.settings.image_processor,
         )
         if not algorithm.observation_loss_coef:
             return steps

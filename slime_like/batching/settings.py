@@ -10,6 +10,7 @@ from arguments.schema import AlgorithmConfig, DistillationConfig
 from slime_like.advantages import AdvantageSettings
 from slime_like.batching.outcomes import OutcomeReader
 from slime_like.batching.user_hooks import TrainHooks
+from slime_like.images.processor import ImageProcessor
 from slime_like.losses.off_policy_config import OffPolicyConfig
 
 if TYPE_CHECKING:
@@ -31,3 +32,4 @@ class BatchSettings:
     old_is_current: bool  # see `TrainBatch`
     outcome_readers: Sequence[OutcomeReader]  # see `outcome_readers` in factory.py
     hooks: TrainHooks
+    image_processor: ImageProcessor | None = None  # of samples with images

@@ -10,10 +10,12 @@ from torch import Tensor
 
 from slime_like.batching.off_policy_step import has_rollout_log_probs
 from slime_like.batching.step_plan import DataParallelAssignment, StepPlan
+from slime_like.images.processor import ImageProcessor
+from slime_like.images.rows import ImageRows, image_rows
 from slime_like.losses.reductions import reduction_weights
 from slime_like.samples.episodes import Episodes, complete, episodes_of
 from slime_like.samples.index import AnySample
-from slime_like.types import Sample, TrainBatch, TrainSample
+from slime_like.types import NOT_SAMPLED, Sample, TrainBatch, TrainSample
 
 
 def step_weights(
@@ -60,6 +62,7 @@ def train_samples(
     micro_batch_size: int | None = None,
     positive_nll: bool = False,
     assignment: DataParallelAssignment | None = None,
+    image_processor: ImageProcessor | None = None,
 ) -> list[list[TrainSample]]:
     """This rank's samples of each optimizer step with token weights; advantages and trainer
     log-probs are added later.
@@ -71,6 +74,7 @@ def train_samples(
         micro_batch_size: For reductions that depend on it.
         positive_nll: Include the weights of the positive NLL term.
         assignment: The plan's, if known already.
+        image_processor: The model's, if samples may have images.
     """
     with_log_probs = has_rollout_log_probs(samples)
     assignment = assignment or plan.assign(samples)
@@ -82,7 +86,13 @@ def train_samples(
         local = complete(step[i] for i in indices)
         result.append(
             [
-                _train_sample(sample, weights[i], nll[i], with_log_probs=with_log_probs)
+                _train_sample(
+                    sample,
+                    weights[i],
+                    nll[i],
+                    with_log_probs=with_log_probs,
+                    image_processor=image_processor,
+                )
                 for i, sample in zip(indices, local, strict=True)
             ]
         )
@@ -90,7 +100,12 @@ def train_samples(
 
 
 def _train_sample(
-    sample: Sample, weight: float, nll_weight: float | None, *, with_log_probs: bool
+    sample: Sample,
+    weight: float,
+    nll_weight: float | None,
+    *,
+    with_log_probs: bool,
+    image_processor: ImageProcessor | None,
 ) -> TrainSample:
     def per_token(value: float) -> Tensor:
         return torch.full((sample.response_length,), value, dtype=torch.float32)
@@ -108,7 +123,33 @@ def _train_sample(
         routed_experts=sample.routed_experts,
         rewards=per_token(math.nan if sample.reward is None else sample.reward),
         nll_weights=None if nll_weight is None else per_token(nll_weight),
+        images=images_of(sample, image_processor),
     )
+
+
+def images_of(sample: Sample, processor: ImageProcessor | None) -> ImageRows | None:
+    """The images of a sample and where its tokens stand for them; None if it has none.
+
+    Raises:
+        ValueError: Names the sample if tokens and images do not fit together.
+    """
+    if not sample.images:
+        return None
+    if processor is None:
+        raise ValueError(
+            f"sample {sample.sample_id} has images; give --multimodal-keys, so that the run has "
+            "the model's image processor"
+        )
+    sampled = torch.zeros(sample.total_length, dtype=torch.bool)
+    generated = sample.loss_mask  # of given answers
+    if sample.weight_versions:
+        generated = torch.tensor(sample.weight_versions) != NOT_SAMPLED
+    sampled[sample.prompt_length :] = generated
+    try:
+        inputs = processor.inputs(sample.images)
+        return image_rows(sample.tokens, inputs, processor.rule, sampled)
+    except ValueError as error:
+        raise ValueError(f"sample {sample.sample_id}: {error}") from error
 
 
 def map_steps(

@@ -3,10 +3,11 @@ Nothing is downloaded."""
 
 from __future__ import annotations
 
+import json
 import string
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -17,24 +18,59 @@ PAD = "<|pad|>"
 UNKNOWN = "<|unknown|>"
 USER = "<|user|>"
 ASSISTANT = "<|assistant|>"
+IMAGE_START = "<|vision_start|>"
+IMAGE = "<|image_pad|>"
+IMAGE_END = "<|vision_end|>"
 CHAT_TEMPLATE = (
     "{% for m in messages %}{{ '<|user|>' if m.role == 'user' else '<|assistant|>' }}"
     "{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+# the same, for contents with images
+IMAGE_TEMPLATE = CHAT_TEMPLATE.replace(
+    "{{ m.content }}",
+    "{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
+    f"{{% if part.type == 'image' %}}{IMAGE_START}{IMAGE}{IMAGE_END}"
+    "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}",
+)
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer with one token per printable ASCII character, and a few special tokens."""
+def make_tokenizer(*, images: bool = False) -> PreTrainedTokenizerFast:
+    """A tokenizer with one token per printable ASCII character, and a few special tokens, among
+    them those of images."""
     special = [END, PAD, USER, ASSISTANT, UNKNOWN]
+    of_images = [IMAGE_START, IMAGE, IMAGE_END] if images else []
     characters = sorted(set(string.printable) - set("\t\r\x0b\x0c"))
     return character_tokenizer(
-        special + characters,
+        special + characters + of_images,
         eos_token=END,
         pad_token=PAD,
         unk_token=UNKNOWN,
-        additional_special_tokens=[USER, ASSISTANT],
-        chat_template=CHAT_TEMPLATE,
+        additional_special_tokens=[USER, ASSISTANT, *of_images],
+        chat_template=IMAGE_TEMPLATE if images else CHAT_TEMPLATE,
     )
+
+
+def save_image_processor(
+    folder: Path, vision: Mapping[str, Any], *, min_pixels: int = 1, max_pixels: int = 2**20
+) -> None:
+    """Write the settings of transformers' image processor for a tower of Qwen's.
+
+    Args:
+        folder: Of the model.
+        vision: Its `vision_config`.
+        min_pixels, max_pixels: Images beyond them are made larger or smaller.
+    """
+    settings = {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "patch_size": vision["patch_size"],
+        "merge_size": vision["spatial_merge_size"],
+        "temporal_patch_size": vision["temporal_patch_size"],
+        "size": {"shortest_edge": min_pixels, "longest_edge": max_pixels},
+        "image_mean": [0.5] * 3,
+        "image_std": [0.5] * 3,
+    }
+    path = folder / "preprocessor_config.json"
+    path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
 def character_tokenizer(

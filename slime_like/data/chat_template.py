@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from slime_like.data.messages import ASSISTANT, Message, with_text_arguments
+from slime_like.data.messages import ASSISTANT, IMAGE_MARK, Message, with_text_arguments
 from slime_like.data.rendering import RowProblem
 
 if TYPE_CHECKING:
@@ -26,15 +26,21 @@ class ChatRenderer:
     Args:
         tokenizer: With a chat template.
         arguments: Further arguments of the template (--apply-chat-template-kwargs).
+        images: Whether contents may have images, `IMAGE_MARK`.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, object] | None = None
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        arguments: Mapping[str, object] | None = None,
+        *,
+        images: bool = False,
     ) -> None:
         self._tokenizer = tokenizer
         self._arguments = dict(arguments or {})
         self._written: set[object] = set()  # kinds of messages that the template is known to write
         self._takes_parts: bool | None = None
+        self._images = images
 
     @property
     def continues_answer(self) -> bool:
@@ -126,8 +132,13 @@ class ChatRenderer:
         options |= self._arguments
         if not open_turn:
             options.pop("continue_final_message", None)
-        if self._needs_parts():
-            messages = [_with_parts(message) for message in messages]
+        needs_parts = self._needs_parts()
+        messages = [
+            _with_parts(message)
+            if needs_parts or (self._images and IMAGE_MARK in message["content"])
+            else message
+            for message in messages
+        ]
         try:
             return self._call(messages, options)
         except TypeError:  # for templates that concatenate arguments as text
@@ -159,7 +170,14 @@ def _compare_to_marker(match: re.Match[str]) -> str:
 
 def _with_parts(message: Message) -> dict[str, Any]:
     """The message with its content as a list of parts."""
-    return {**message, "content": [{"type": "text", "text": message["content"]}]}
+    texts = message["content"].split(IMAGE_MARK)
+    parts: list[dict[str, str]] = []
+    for number, text in enumerate(texts):
+        if number:
+            parts.append({"type": "image"})
+        if text or len(texts) == 1:
+            parts.append({"type": "text", "text": text})
+    return {**message, "content": parts}
 
 
 def _changed(message: Message) -> dict[str, Any]:

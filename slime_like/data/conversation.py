@@ -11,6 +11,7 @@ from arguments.schema.data import DataConfig
 from slime_like.data.messages import ASSISTANT
 from slime_like.data.prompt_format import PromptFormat, RowKeys, row_message
 from slime_like.data.rendering import render_rows
+from slime_like.data.row_images import RowImages
 from slime_like.data.rows import Row
 from slime_like.data.turns import MASKS, Segment, is_trained, split_trained_turns
 from slime_like.types import Prompt
@@ -24,9 +25,14 @@ class ConversationFormat(PromptFormat):
     Raises ValueError if the tokenizer has no chat template."""
 
     def __init__(
-        self, config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, keys: RowKeys
+        self,
+        config: DataConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        keys: RowKeys,
+        images: RowImages | None = None,
     ) -> None:
-        super().__init__(config, tokenizer, keys=keys, chat=True)
+        super().__init__(config, tokenizer, keys=keys, chat=True, images=images)
         self._mask_type = config.loss_mask_type
 
     def _check_prompt(self, messages: Any) -> str | None:
@@ -70,8 +76,11 @@ class ConversationFormat(PromptFormat):
                 self._template.check_thoughts_written(messages[: index + 1], tools)
         return segments
 
-    def tokenise(self, texts: Sequence[list[Segment]]) -> list[tuple[int, ...]]:
-        return super().tokenise([segments[0].text for segments in texts])
+    def _prompt_of(self, text: list[Segment]) -> str:
+        return text[0].text
+
+    def _written_text(self, text: list[Segment]) -> str:
+        return "".join(segment.text for segment in text)
 
     def prompt(
         self, group_id: int, row: Row, text: list[Segment], tokens: tuple[int, ...]

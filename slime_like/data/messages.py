@@ -13,6 +13,13 @@ Message: TypeAlias = Mapping[str, Any]
 ASSISTANT = "assistant"
 ROLES = ("system", "developer", "user", ASSISTANT, "tool")
 _TEXT_PARTS = (None, "text", "input_text", "output_text")
+_IMAGE_PARTS = ("image", "image_url", "input_image")
+# keys of an image part under which its image may be; a part without one is a place for an image
+# that is given beside the messages
+_IMAGE_KEYS = ("image", "image_url", "url", "path", "base64")
+# Stands for an image in the content of a canonical message: a code point that Unicode reserves for
+# use within a program.
+IMAGE_MARK = "\ufdd0"
 _READ = ("role", "content", "reasoning_content", "reasoning", "tool_calls", "function_call")
 
 
@@ -21,7 +28,11 @@ class MessageProblem(ValueError):
 
 
 def canonical(
-    message: object, *, roles: Collection[str] | None = ROLES, keep_others: bool = False
+    message: object,
+    *,
+    roles: Collection[str] | None = ROLES,
+    keep_others: bool = False,
+    images: list[object] | None = None,
 ) -> dict[str, Any]:
     """The canonical form of a message.
 
@@ -30,6 +41,7 @@ def canonical(
             may be without ``function``. Arguments are an object or its JSON.
         roles: Legal roles; None: any text.
         keep_others: Keep keys that have no canonical form, for templates that know them.
+        images: See `content_text`.
 
     Returns:
         The message; keys without information are left out.
@@ -44,7 +56,7 @@ def canonical(
         raise MessageProblem(f"must be an object with a role, {', '.join(roles)}, not {role!r}")
     result: dict[str, Any] = {
         "role": "tool" if role == "function" else role,
-        "content": _text(message.get("content")),
+        "content": content_text(message.get("content"), images),
     }
     reasoning = message.get("reasoning_content") or message.get("reasoning")
     if reasoning:
@@ -69,8 +81,16 @@ def canonical(
     return result
 
 
-def _text(content: object) -> str:
-    """The content, with text parts concatenated."""
+def content_text(content: object, images: list[object] | None = None) -> str:
+    """The content of a message, with its parts concatenated.
+
+    Args:
+        images: Gets the image of every image part, None for a part without one; the text has
+            `IMAGE_MARK` in its place. None: image parts are refused.
+
+    Raises:
+        MessageProblem: Names the problem.
+    """
     if content is None:
         return ""
     if isinstance(content, str):
@@ -82,9 +102,14 @@ def _text(content: object) -> str:
     for part in content:
         if not isinstance(part, Mapping):
             raise MessageProblem("every part of 'content' must be an object with a 'type'")
+        if images is not None and part.get("type") in _IMAGE_PARTS:
+            images.append(_image(part))
+            texts.append(IMAGE_MARK)
+            continue
         if part.get("type") not in _TEXT_PARTS:
+            offered = "text is" if images is None else "text and images are"
             raise MessageProblem(
-                f"a part of type {part.get('type')!r:.60} in 'content' is not offered; text is"
+                f"a part of type {part.get('type')!r:.60} in 'content' is not offered; {offered}"
             )
         if not isinstance(part.get("text"), str):
             raise MessageProblem(
@@ -92,6 +117,17 @@ def _text(content: object) -> str:
             )
         texts.append(part["text"])
     return "".join(texts)
+
+
+def _image(part: Mapping[str, Any]) -> object:
+    """The image of a part; None if it is given beside the messages."""
+    others = part.keys() - {"type", "detail", *_IMAGE_KEYS}
+    if unknown := sorted(key for key in others if part[key] is not None):
+        raise MessageProblem(f"{unknown[0]!r} of a part of type 'image' is not offered")
+    given = [part[key] for key in _IMAGE_KEYS if part.get(key) is not None]
+    if len(given) > 1:
+        raise MessageProblem("a part of type 'image' has more than one image")
+    return given[0] if given else None
 
 
 def _call(call: object, number: int) -> dict[str, Any]:

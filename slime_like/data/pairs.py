@@ -20,9 +20,11 @@ from slime_like.data.conversation import ConversationFormat
 from slime_like.data.messages import ASSISTANT
 from slime_like.data.prompt_format import PromptFormat, RowKeys, missing_key
 from slime_like.data.rendering import RowProblem, render_rows
+from slime_like.data.row_images import RowImages
 from slime_like.data.rows import Row
 from slime_like.data.sft import sft_samples
 from slime_like.data.turns import STEP_MASK, Segment, continue_turn
+from slime_like.images.processor import ImageProcessor
 from slime_like.types import Prompt, Sample
 
 if TYPE_CHECKING:
@@ -38,9 +40,16 @@ class PairFormat(PromptFormat):
     answer's."""
 
     def __init__(
-        self, config: DataConfig, tokenizer: PreTrainedTokenizerBase, *, keys: RowKeys
+        self,
+        config: DataConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        keys: RowKeys,
+        images: RowImages | None = None,
     ) -> None:
-        super().__init__(config, tokenizer, keys=dataclasses.replace(keys, label=None))
+        super().__init__(
+            config, tokenizer, keys=dataclasses.replace(keys, label=None), images=images
+        )
         self._answers = {"--chosen-key": config.chosen_key, "--rejected-key": config.rejected_key}
         self._margin_key = config.margin_key
         self._conversations: list[ConversationFormat] = []
@@ -59,7 +68,11 @@ class PairFormat(PromptFormat):
         margin = [] if self._margin_key is None else [self._margin_key]
         return [*super().columns, *self._answers.values(), *margin]
 
-    def check(self, row: Row) -> str | None:
+    @property
+    def conversations(self) -> tuple[str, ...]:
+        return (self.keys.input, *self._answers.values())
+
+    def _problem(self, row: Row) -> str | None:
         for flag, key in self._answers.items():
             if key not in row:
                 return missing_key(key, flag, row)
@@ -72,7 +85,7 @@ class PairFormat(PromptFormat):
             return "the chosen and the rejected answer are the same, so nothing can be learnt"
         if problem := self._check_margin(row):
             return problem
-        return self._check_conversations(row) if kinds == {list} else super().check(row)
+        return self._check_conversations(row) if kinds == {list} else super()._problem(row)
 
     def _check_margin(self, row: Row) -> str | None:
         if self._margin_key is None:
@@ -132,8 +145,12 @@ class PairFormat(PromptFormat):
             raise RowProblem("the chosen and the rejected answer are answers to different prompts")
         return chosen, rejected
 
-    def tokenise(self, texts: Sequence[PairText]) -> list[tuple[int, ...]]:
-        return super().tokenise([t if isinstance(t, str) else t[0][0].text for t in texts])
+    def _prompt_of(self, text: PairText) -> str:
+        return text if isinstance(text, str) else text[0][0].text
+
+    def _written_text(self, text: PairText) -> str:
+        segments = [Segment(text, False)] if isinstance(text, str) else text[0]
+        return "".join(segment.text for segment in segments)
 
     def prompt(self, group_id: int, row: Row, text: PairText, tokens: tuple[int, ...]) -> Prompt:
         if isinstance(text, str):
@@ -162,6 +179,7 @@ def pair_samples(
     *,
     max_response_len: int | None = None,
     scored: bool = False,
+    processor: ImageProcessor | None = None,
 ) -> list[Sample]:
     """Samples of the chosen and the rejected answer of each prompt, alternating; see `sft_samples`.
     Their sample_ids are 2 group_id and 2 group_id + 1, their reward is the margin. scored: only the
@@ -170,7 +188,9 @@ def pair_samples(
     for prompt in prompts:
         assert prompt.rejected is not None, "made by PairFormat"
         for place, answer in enumerate((prompt, prompt.rejected)):
-            (sample,) = sft_samples([answer], tokenizer, max_response_len=max_response_len)
+            (sample,) = sft_samples(
+                [answer], tokenizer, max_response_len=max_response_len, processor=processor
+            )
             sample = dataclasses.replace(
                 sample, sample_id=2 * prompt.group_id + place, reward=prompt.margin
             )

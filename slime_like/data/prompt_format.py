@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 from arguments.schema.data import DataConfig
 from slime_like.data.chat_template import ChatRenderer
 from slime_like.data.messages import ASSISTANT, MessageProblem, canonical
-from slime_like.data.rendering import render_rows
+from slime_like.data.rendering import RowProblem, render_rows
+from slime_like.data.row_images import RowImages, without_images
 from slime_like.data.rows import TASK_PREFIX, Row
 from slime_like.data.turns import continue_turn
+from slime_like.images.encoded import EncodedImage
 from slime_like.rewards.registry import AnswerCheck
 from slime_like.types import PROMPT_MESSAGES, TEACHER_CONTEXT, Prompt
 
@@ -100,6 +102,7 @@ class PromptFormat:
         teaches_itself: bool = False,
         trains_labels: bool = False,
         raw_messages: bool = False,
+        images: RowImages | None = None,
     ) -> None:
         """
         Args:
@@ -109,7 +112,9 @@ class PromptFormat:
             trains_labels: The label is the answer to train on.
             raw_messages: Without the chat template, rows with messages are for a user function,
                 which renders them.
+            images: Takes the images out of rows (--multimodal-keys).
         """
+        self.images = images
         self._trains_labels = trains_labels
         self.keys = keys
         self._teaches_itself = teaches_itself
@@ -119,7 +124,9 @@ class PromptFormat:
         self._chat = config.apply_chat_template or chat
         has_template = bool(getattr(tokenizer, "chat_template", None))
         self._raw_messages = raw_messages and has_template and not self._chat
-        self._template = ChatRenderer(tokenizer, config.apply_chat_template_kwargs)
+        self._template = ChatRenderer(
+            tokenizer, config.apply_chat_template_kwargs, images=config.multimodal_keys is not None
+        )
         if self._chat and not getattr(tokenizer, "chat_template", None):
             flag = "--apply-chat-template"
             remedy = "remove the flag"
@@ -131,14 +138,72 @@ class PromptFormat:
     @property
     def columns(self) -> list[str]:
         keys = (self.keys.input, self.keys.label, self.keys.metadata, self.keys.tools)
-        return [key for key in (*keys, self._demonstration_key) if key is not None]
+        column = None if self.images is None else self.images.column
+        return [key for key in (*keys, self._demonstration_key, column) if key is not None]
+
+    @property
+    def conversations(self) -> tuple[str, ...]:
+        """Fields with a text or a list of messages."""
+        return (self.keys.input,)
 
     @property
     def _demonstration_key(self) -> str | None:
         return self.keys.demonstration if self._teaches_itself else None
 
     def check(self, row: Row) -> str | None:
-        """Problem with a row, or None."""
+        """Problem with a row of the source, or None."""
+        if self.images is None:
+            return self._problem(row)
+        try:
+            row, images = self.images.split(row, self.conversations)
+        except RowProblem as problem:
+            return str(problem)
+        return self._problem(row) or self.images.problem(images)
+
+    def recorded(self, row: Row) -> Row:
+        """The part of a row that recordings and checkpoints must be able to hold as JSON."""
+        if self.images is None:
+            return row
+        return without_images(row, self.images.column, self.conversations)
+
+    def split_images(
+        self, rows: Sequence[Row], where: Callable[[int], str]
+    ) -> tuple[list[Row], list[list[object]]]:
+        """The rows without their images, as the other methods take them, and the images of each.
+        where: as in `texts`. Raises ValueError naming the row."""
+        if self.images is None:
+            return list(rows), [[] for _ in rows]
+        pairs = []
+        for place, row in enumerate(rows):
+            try:
+                pairs.append(self.images.split(row, self.conversations))
+            except RowProblem as problem:
+                raise ValueError(f"{where(place)}: {problem}") from problem
+        return [row for row, _ in pairs], [images for _, images in pairs]
+
+    def image_tokens(self, images: Sequence[object], text: Any) -> list[int]:
+        """The number of placeholders of each of a row's images. text: of the row, see `texts`.
+        Raises RowProblem."""
+        if self.images is None:
+            return []
+        written = self._written_text(text).count(self.images.processor.mark)
+        if written != len(images):
+            raise RowProblem(
+                f"the chat template writes {written} of the row's {len(images)} images; use the "
+                "template of a model that takes images"
+            )
+        return self.images.counts(images)
+
+    def _written_text(self, text: Any) -> str:
+        """The whole text of a row."""
+        return str(text)
+
+    def load_images(self, images: Sequence[object]) -> tuple[EncodedImage, ...]:
+        """The images of a row. Raises RowProblem."""
+        return () if self.images is None else self.images.load(images)
+
+    def _problem(self, row: Row) -> str | None:
+        """Problem with a row without its images, or None."""
         for flag, key in (
             (self.keys.input_flag, self.keys.input),
             ("--label-key", self.keys.label),
@@ -208,7 +273,8 @@ class PromptFormat:
         try:
             found = row_message(message)
         except MessageProblem as problem:
-            return str(problem)
+            hint = "; images need --multimodal-keys" * (self.images is None and _has_image(message))
+            return f"{problem}{hint}"
         if message.get("content") is None and not found.get("tool_calls"):
             return "'content' is missing or null"
         return None
@@ -293,13 +359,31 @@ class PromptFormat:
             }
         return {**(row.get(self.keys.metadata) or {}), **extra, **self._metadata}
 
-    def tokenise(self, texts: Sequence[Any]) -> list[tuple[int, ...]]:
+    def tokenise(
+        self, texts: Sequence[Any], image_tokens: Sequence[Sequence[int]] | None = None
+    ) -> list[tuple[int, ...]]:
+        """The ids of each text, or of the part of it that is the prompt. image_tokens: see the
+        method of this name, of each text; None if there are no images."""
         if not texts:  # which tokenizers do not take
             return []
-        encoded = self.tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False)
-        return [tuple(ids) for ids in encoded["input_ids"]]
+        processor = None if self.images is None else self.images.processor
+        prompts = [self._prompt_of(text) for text in texts]
+        if processor is not None:
+            prompts = [processor.written(prompt) for prompt in prompts]
+        encoded = self.tokenizer(prompts, add_special_tokens=False, return_attention_mask=False)
+        if processor is None or image_tokens is None:
+            return [tuple(ids) for ids in encoded["input_ids"]]
+        return [
+            tuple(processor.expand(ids, counts))
+            for ids, counts in zip(encoded["input_ids"], image_tokens, strict=True)
+        ]
+
+    def _prompt_of(self, text: Any) -> str:
+        return str(text)
 
     def prompt(self, group_id: int, row: Row, text: Any, tokens: tuple[int, ...]) -> Prompt:
+        """The prompt of a row, still without its images. text, tokens: from `texts` and
+        `tokenise`."""
         label = self._label(row)
         if self._trains_labels and self._chat:
             label = continue_turn(text, str(label))
@@ -318,6 +402,13 @@ def missing_key(key: str, flag: str, row: Row) -> str:
 def row_message(message: Row) -> dict[str, Any]:
     """The canonical form of a row's message; its role may be one that only the template knows."""
     return canonical(message, roles=None, keep_others=True)
+
+
+def _has_image(message: Row) -> bool:
+    """Whether the content has a part with an image, in any of its names."""
+    content = message.get("content")
+    parts = content if isinstance(content, list) else []
+    return any(isinstance(part, dict) and "image" in str(part.get("type")) for part in parts)
 
 
 def _decoded(tools: object) -> object:

@@ -7,8 +7,8 @@ run draws the same prompts as an uninterrupted one. Waiting groups are part of e
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,10 +18,15 @@ from arguments.schema.data import DataConfig
 from slime_like.data.conversation import ConversationFormat
 from slime_like.data.pairs import PairFormat
 from slime_like.data.prompt_format import ANY_LENGTH, PromptFormat, Room, RowKeys
-from slime_like.data.rows import Row
-from slime_like.data.source import RowSource, batches, open_source
+from slime_like.data.rendering import RowProblem
+from slime_like.data.row_images import RowImages
+from slime_like.data.rows import TASK_PREFIX, Row
+from slime_like.data.source import RowSource, batches, folder_of, open_source
+from slime_like.images.encoded import EncodedImage
+from slime_like.images.processor import ImageProcessor
 from slime_like.rewards.registry import AnswerCheck
-from slime_like.types import Prompt
+from slime_like.text import clean
+from slime_like.types import Prompt, T
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -32,20 +37,46 @@ _TOKENISE_AT_ONCE = 1000
 _CHECKED = 5000
 
 
+@dataclass(frozen=True, slots=True)
+class TokenisedRows:
+    """Rows of a source, with what their prompts are made of."""
+
+    rows: list[Row]  # without images
+    images: list[list[object]]  # of each row, not read yet
+    texts: list[object]
+    tokens: list[tuple[int, ...]]
+
+
 def tokenise_rows(
     source: RowSource, form: PromptFormat, indices: Sequence[int], room: Room = ANY_LENGTH
-) -> tuple[list[Row], list[object], list[tuple[int, ...]]]:
-    """Rows, texts and tokens of some prompts. Raises ValueError naming a row whose prompt is empty
-    or too long."""
-    rows = source.rows(indices)
-    texts = form.texts(rows, lambda place: source.where(indices[place]))
-    tokens = form.tokenise(texts)
-    for index, ids in zip(indices, tokens):
+) -> TokenisedRows:
+    """Render and tokenise some prompts. Raises ValueError naming a row whose prompt is empty or too
+    long, or whose images cannot be used."""
+
+    def where(place: int) -> str:
+        return source.where(indices[place])
+
+    rows, images = form.split_images(source.rows(indices), where)
+    texts = form.texts(rows, where)
+    counts = [
+        _of_row(form.image_tokens, each, text, where=where(place))
+        for place, (each, text) in enumerate(zip(images, texts))
+    ]
+    tokens = form.tokenise(texts, counts)
+    for place, ids in enumerate(tokens):
         if not ids:
-            raise ValueError(f"{source.where(index)}: the prompt has no tokens")
+            raise ValueError(f"{where(place)}: the prompt has no tokens")
         if problem := room.problem(len(ids)):
-            raise ValueError(f"{source.where(index)}: {problem}")
-    return rows, texts, tokens
+            raise ValueError(f"{where(place)}: {problem}")
+    return TokenisedRows(rows, images, texts, tokens)
+
+
+def _of_row(read: Callable[..., T], *arguments: object, where: str) -> T:
+    """The result of `read`. Raises ValueError naming the row, where, in place of RowProblem."""
+    try:
+        return read(*arguments)
+    except RowProblem as problem:
+        raise ValueError(f"{where}: {clean(problem)}") from problem
 
 
 def select_short_rows(
@@ -69,7 +100,7 @@ def select_short_rows(
     kept: list[int] = []
     shortest: int | None = None
     for indices in batches(len(source), _TOKENISE_AT_ONCE):
-        lengths = [len(tokens) for tokens in tokenise_rows(source, form, indices)[2]]
+        lengths = [len(tokens) for tokens in tokenise_rows(source, form, indices).tokens]
         shortest = min(lengths) if shortest is None else min(shortest, *lengths)
         kept += [index for index, length in zip(indices, lengths) if length <= max_prompt_len]
     if not kept:
@@ -98,6 +129,7 @@ class PromptSource:
         teaches_itself: Self-distillation.
         trains_labels: Supervised training on the labels.
         raw_messages: See `PromptFormat`.
+        image_processor: The model's, with --multimodal-keys.
 
     Raises:
         ValueError: For any problem with the data, naming file and line, or with the chat template.
@@ -115,15 +147,17 @@ class PromptSource:
         teaches_itself: bool = False,
         trains_labels: bool = False,
         raw_messages: bool = False,
+        image_processor: ImageProcessor | None = None,
     ) -> None:
         if config.prompt_data is None:
             raise ValueError("--prompt-data is missing: .jsonl, .parquet or reasoning_gym:<task>")
         keys = RowKeys.of(config.prompt_data, config)
+        images = row_images(image_processor, config, config.prompt_data)
         self._form: PromptFormat
         if pairs:
-            self._form = PairFormat(config, tokenizer, keys=keys)
+            self._form = PairFormat(config, tokenizer, keys=keys, images=images)
         elif conversations:
-            self._form = ConversationFormat(config, tokenizer, keys=keys)
+            self._form = ConversationFormat(config, tokenizer, keys=keys, images=images)
         else:
             self._form = PromptFormat(
                 config,
@@ -133,10 +167,12 @@ class PromptSource:
                 teaches_itself=teaches_itself,
                 trains_labels=trains_labels,
                 raw_messages=raw_messages,
+                images=images,
             )
         self._source = open_source(
             config.prompt_data,
             check=self._form.check,
+            recorded=self._form.recorded,
             columns=self._form.columns,
             skip_bad_rows=config.skip_bad_rows,
         )
@@ -223,11 +259,29 @@ class PromptSource:
 def _make_prompts(
     source: RowSource, form: PromptFormat, indices: Sequence[int], first_group_id: int
 ) -> list[Prompt]:
-    columns = tokenise_rows(source, form, indices)
-    return [
-        form.prompt(group_id, *parts)
-        for group_id, parts in zip(itertools.count(first_group_id), zip(*columns))
-    ]
+    made = tokenise_rows(source, form, indices)
+    prompts = []
+    columns = zip(made.rows, made.texts, made.tokens, made.images)
+    for place, (row, text, tokens, images) in enumerate(columns):
+        prompt = form.prompt(first_group_id + place, row, text, tokens)
+        if images:
+            loaded = _of_row(form.load_images, images, where=source.where(indices[place]))
+            prompt = with_images(prompt, loaded)
+        prompts.append(prompt)
+    return prompts
+
+
+def with_images(prompt: Prompt, images: tuple[EncodedImage, ...]) -> Prompt:
+    """The prompt, and in a pair the other answer's, with its images."""
+    rejected = None if prompt.rejected is None else with_images(prompt.rejected, images)
+    return replace(prompt, images=images, rejected=rejected)
+
+
+def row_images(processor: ImageProcessor | None, data: DataConfig, spec: str) -> RowImages | None:
+    """Takes the images out of the rows of a data source; None without --multimodal-keys."""
+    if processor is None or data.multimodal_keys is None or spec.startswith(TASK_PREFIX):
+        return None
+    return RowImages(processor, data.multimodal_keys["image"], folder_of(spec))
 
 
 def load_eval_sets(
@@ -239,6 +293,7 @@ def load_eval_sets(
     answer_check: AnswerCheck | None = None,
     room_of: Callable[[EvalSet], Room] = lambda eval_set: ANY_LENGTH,
     raw_messages: bool = False,
+    image_processor: ImageProcessor | None = None,
 ) -> tuple[dict[str, list[Prompt]], list[str]]:
     """Evaluation prompts by set name, complete and in file order; and notes for the user, like
     those of `PromptSource`.
@@ -250,6 +305,7 @@ def load_eval_sets(
         answer_check: Of the run's reward; a set with its own function accepts every row.
         room_of: Limits for prompt lengths.
         raw_messages: See `PromptFormat`.
+        image_processor: See `PromptSource`.
     """
     sets: dict[str, list[Prompt]] = {}
     notes: list[str] = []
@@ -270,10 +326,12 @@ def load_eval_sets(
             answer_check=check,
             metadata=eval_set.metadata,
             raw_messages=raw_messages,
+            images=row_images(image_processor, data, eval_set.path),
         )
         source = open_source(
             eval_set.path,
             check=form.check,
+            recorded=form.recorded,
             columns=form.columns,
             skip_bad_rows=data.skip_bad_rows,
             flag=flag,

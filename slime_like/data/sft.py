@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from slime_like.images.processor import ImageProcessor
 from slime_like.types import Prompt, Sample, SampleStatus
 
 if TYPE_CHECKING:
@@ -24,11 +25,18 @@ def answer_problem(label: object, metadata: Mapping[str, object]) -> str | None:
     return f"--loss-type sft_loss: the answer (--label-key) must be non-empty text, not {actual}"
 
 
-def _conversation(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, limit: int | None) -> Sample:
+def _conversation(
+    prompt: Prompt,
+    tokenizer: PreTrainedTokenizerBase,
+    limit: int | None,
+    processor: ImageProcessor | None,
+) -> Sample:
     """A conversation as a sample, with a loss mask over its trained turns (`Prompt.turns`). Turns,
     and the text between them, are tokenized separately, as they are at inference. limit: maximum
     number of tokens after the first prompt."""
     texts = [text for text, _ in prompt.turns]
+    if processor is not None:
+        texts = [processor.written(text) for text in texts]
     parts = tokenizer(texts, add_special_tokens=False)["input_ids"]
     ids: list[int] = []
     loss_mask: list[bool] = []
@@ -41,6 +49,8 @@ def _conversation(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, limit: int
             f"prompt {prompt.group_id}: the turns of {prompt.text[:80]!r}... tokenized one by one "
             "do not add up to the conversation, so no loss mask is exact; use another tokenizer"
         )
+    if processor is not None and prompt.images:
+        ids, loss_mask = _with_image_tokens(prompt, parts, limit, processor)
     return Sample(
         group_id=prompt.group_id,
         sample_id=prompt.group_id,
@@ -51,7 +61,39 @@ def _conversation(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, limit: int
         text=prompt.text,
         response="".join(texts),
         metadata=prompt.metadata,
+        images=prompt.images,
     )
+
+
+def _with_image_tokens(
+    prompt: Prompt, parts: Sequence[Sequence[int]], limit: int | None, processor: ImageProcessor
+) -> tuple[list[int], list[bool]]:
+    """Ids and loss mask of a conversation's turns, with as many placeholders as their images have
+    features. parts: ids of the turns. Raises ValueError if `limit` cuts off an image."""
+    counts = processor.token_counts(prompt.images)
+    placeholder = processor.rule.image_token
+    used = 0
+    first = prompt.tokens.count(placeholder)
+    while first:
+        first -= counts[used]
+        used += 1
+    ids: list[int] = []
+    loss_mask: list[bool] = []
+    for part, (_, trained) in zip(parts, prompt.turns):
+        expanded = list(part)
+        if not trained:  # an answer writes placeholders as plain tokens, if at all
+            expanded = processor.expand(part, counts[used:])
+            used += list(part).count(placeholder)
+        ids += expanded
+        loss_mask += [trained] * len(expanded)
+    cut = [] if limit is None else list(zip(ids[limit:], loss_mask[limit:]))
+    if (placeholder, False) in cut:
+        raise ValueError(
+            f"prompt {prompt.group_id}: --rollout-max-response-len {limit} cuts off an image of "
+            f"the conversation {prompt.text[:80]!r}..., which has {len(ids)} tokens after its "
+            "first prompt; raise the limit, or shorten the row"
+        )
+    return ids, loss_mask
 
 
 def sft_samples(
@@ -59,19 +101,21 @@ def sft_samples(
     tokenizer: PreTrainedTokenizerBase,
     *,
     max_response_len: int | None = None,
+    processor: ImageProcessor | None = None,
 ) -> list[Sample]:
     """Samples of prompt and label, or of a conversation; the loss mask covers the answer and the
     end-of-sequence token, or the trained turns.
 
     The answer is tokenized separately, as if generated after the prompt. A response longer than
     `max_response_len` is truncated, without an end token, and the sample is `TRUNCATED`. sample_id
-    is the prompt's group_id. Raises ValueError if a label is not a non-empty string, the turns of a
-    conversation cannot be tokenized separately, or the tokenizer has no end-of-sequence token.
+    is the prompt's group_id. processor: of the images, where prompts have any. Raises ValueError if
+    a label is not a non-empty string, the turns of a conversation cannot be tokenized separately,
+    or the tokenizer has no end-of-sequence token.
     """
     if tokenizer.eos_token_id is None:
         raise ValueError("--loss-type sft_loss: the tokenizer has no end-of-sequence token")
     if prompts and prompts[0].turns:
-        return [_conversation(prompt, tokenizer, max_response_len) for prompt in prompts]
+        return [_conversation(prompt, tokenizer, max_response_len, processor) for prompt in prompts]
     for prompt in prompts:
         if problem := answer_problem(prompt.label, prompt.metadata):
             raise ValueError(f"prompt {prompt.group_id}: {problem}: {prompt.text[:80]!r}")
@@ -100,4 +144,5 @@ def _sample(prompt: Prompt, answer: list[int], eos: int, limit: int | None) -> S
         response=prompt.label,
         label=prompt.label,
         metadata=prompt.metadata,
+        images=prompt.images,
     )

@@ -23,6 +23,7 @@ from slime_like.extras import pip_install
 from slime_like.text import clean
 
 RowCheck = Callable[[Row], str | None]  # problem with a row, or None
+Recorded = Callable[[Row], Row]  # the part of a row that recordings must be able to hold
 
 SUFFIXES = (".jsonl", ".parquet")
 _UTF8_BOM = b"\xef\xbb\xbf"
@@ -50,6 +51,7 @@ def open_source(
     *,
     check: RowCheck,
     columns: Sequence[str],
+    recorded: Recorded = lambda row: row,
     skip_bad_rows: int = 0,
     flag: str = "--prompt-data",
 ) -> RowSource:
@@ -61,6 +63,7 @@ def open_source(
         check: Called once on every row.
         columns: The keys that may be read; Parquet reads no others. ``a.b`` is the field b of the
             object under a, unless there is a key of this name.
+        recorded: The part of a row that recordings and checkpoints must be able to hold.
         skip_bad_rows: Maximum number of bad rows to skip.
         flag: Named in errors.
 
@@ -84,7 +87,7 @@ def open_source(
         if path.suffix == ".jsonl":
             source = JsonlSource(path, check, bad_rows, columns)
         else:
-            source = ParquetSource(path, check, bad_rows, columns, flag)
+            source = ParquetSource(path, check, bad_rows, columns, flag, recorded)
         source.notes = bad_rows.notes()
         if len(source) == 0:
             raise ValueError(f"{flag} {path_text}: the file holds no rows")
@@ -102,6 +105,11 @@ def _split_range(spec: str) -> tuple[str, slice | None]:
         return spec, None
     start, end = (int(match[part]) if match[part] else None for part in ("start", "end"))
     return match["path"], slice(start, end)
+
+
+def folder_of(spec: str) -> Path:
+    """The folder of a data file, with or without a range."""
+    return Path(_split_range(spec)[0]).parent
 
 
 def _existing_file(text: str, flag: str) -> Path:
@@ -277,7 +285,13 @@ class ParquetSource:
     notes: list[str]
 
     def __init__(
-        self, path: Path, check: RowCheck, bad_rows: _BadRows, columns: Sequence[str], flag: str
+        self,
+        path: Path,
+        check: RowCheck,
+        bad_rows: _BadRows,
+        columns: Sequence[str],
+        flag: str,
+        recorded: Recorded = lambda row: row,
     ) -> None:
         try:
             import pyarrow as pa
@@ -307,7 +321,7 @@ class ParquetSource:
         other_keys = dict.fromkeys(name for name in names if name not in self._columns)
         number = 0
         for row in self._every_row(flag):
-            problem = check({**other_keys, **row}) or unwritable(row)
+            problem = check({**other_keys, **row}) or unwritable(recorded(row))
             if problem:
                 bad_rows.add(f"{self.name}: row {number}: {problem}")
             else:

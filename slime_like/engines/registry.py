@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from arguments.run_config import RunConfig
     from slime_like.engines.base import RolloutEngine
+    from slime_like.images.processor import ImageProcessor
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,8 @@ class EngineContext:
     tokenizer: PreTrainedTokenizerBase  # a transformers tokenizer
     device: torch.device  # this rank's device
     output_dir: Path  # the run's folder, for logs
+    # of the model's images, with --multimodal-keys; an engine uses the trainer's, which remembers
+    image_processor: ImageProcessor | None = None
 
 
 @dataclass(frozen=True, slots=True)

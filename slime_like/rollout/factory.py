@@ -11,6 +11,7 @@ from arguments.run_config import RunConfig
 from slime_like.data.prompt_format import Room
 from slime_like.data.prompts import PromptSource, load_eval_sets
 from slime_like.data.sft import answer_problem
+from slime_like.images.processor import ImageProcessor
 from slime_like.rewards.registry import AnswerCheck, answer_check
 from slime_like.rollout.evaluate import Evaluator
 from slime_like.rollout.hooks import UserSource, user_source
@@ -22,7 +23,9 @@ if TYPE_CHECKING:
 
 
 def load_prompts(
-    config: RunConfig, tokenizer: PreTrainedTokenizerBase
+    config: RunConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    image_processor: ImageProcessor | None = None,
 ) -> tuple[dict[str, list[Prompt]], list[str]]:
     """Evaluation prompts by set name, and notes to log; empty if the run never evaluates. Raises
     ValueError naming file and row."""
@@ -49,6 +52,7 @@ def load_prompts(
         answer_check=check,
         room_of=room,
         raw_messages=config.scheduling.renders_prompts,
+        image_processor=image_processor,
     )
 
 
@@ -66,7 +70,9 @@ def make_evaluator(
 
 
 def make_source(
-    config: RunConfig, tokenizer: PreTrainedTokenizerBase
+    config: RunConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    image_processor: ImageProcessor | None = None,
 ) -> PromptSource | UserSource | None:
     """The prompt source, None if the run reads no prompts. Collective."""
     if config.debug.debug_train_only:
@@ -102,4 +108,5 @@ def make_source(
         teaches_itself=config.distillation.teaches_itself,
         trains_labels=is_sft and not is_recorded,
         raw_messages=config.scheduling.renders_prompts,
+        image_processor=image_processor,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from slime_like.data.group_buffer import PendingGroup
+from slime_like.images.encoded import EncodedImage
 from slime_like.rollout.recording import decode, encode
 from slime_like.samples.episodes import complete
 from slime_like.samples.groups import SampleGroup, split
@@ -47,10 +48,10 @@ def waiting_to_rows(
     """
     rows: list[dict[str, object]] = []
     for group, ranks in zip(groups, split(holders, [len(group.samples) for group in groups])):
-        samples = [
-            _sample_row(s) | {"holder": rank} for s, rank in zip(complete(group.samples), ranks)
-        ]
-        rows.append({"prompt": _prompt_row(group.prompt), "samples": samples})
+        local = complete(group.samples)
+        samples = [_sample_row(s) | {"holder": rank} for s, rank in zip(local, ranks)]
+        images = _image_table([*group.prompt.images, *_all_images(local)])
+        rows.append({"prompt": _prompt_row(group.prompt), "samples": samples, "images": images})
     return rows
 
 
@@ -68,16 +69,17 @@ def waiting_from_rows(rows: Sequence[Row], *, rank: int, num_holders: int) -> li
 def _pending(row: Row, index: int, rank: int, num_holders: int) -> PendingGroup:
     """index: among the waiting groups, the default holder."""
     prompt_fields = {name: row["prompt"][name] for name in _PROMPT_FIELDS}
+    images = _images_by_digest(row)
     samples: list[AnySample] = []
     for sample_row in row["samples"]:
-        sample = _sample({**sample_row, **prompt_fields})
+        sample = _sample({**sample_row, **prompt_fields}, images)
         holder = int(sample_row.get("holder", index)) % num_holders
         started = sample.response_length or sample.ended  # empty samples exist on all ranks
         if started and holder != rank:
             samples += remote_samples(*rows_of([sample], holder))
         else:
             samples.append(sample)
-    return PendingGroup(_prompt(row["prompt"]), tuple(samples))
+    return PendingGroup(_prompt(row["prompt"], images), tuple(samples))
 
 
 def groups_to_rows(groups: Sequence[SampleGroup]) -> list[dict[str, object]]:
@@ -85,14 +87,36 @@ def groups_to_rows(groups: Sequence[SampleGroup]) -> list[dict[str, object]]:
     complete."""
     rows: list[dict[str, object]] = []
     for group in groups:
-        samples = [_sample_row(s) | _prompt_fields(s) for s in complete(group.samples)]
-        rows.append({"group_id": group.group_id, "samples": samples})
+        local = complete(group.samples)
+        samples = [_sample_row(s) | _prompt_fields(s) for s in local]
+        images = _image_table(_all_images(local))
+        rows.append({"group_id": group.group_id, "samples": samples, "images": images})
     return rows
 
 
 def groups_from_rows(rows: Sequence[Row]) -> list[SampleGroup]:
     """The inverse of `groups_to_rows`."""
-    return [SampleGroup(row["group_id"], tuple(map(_sample, row["samples"]))) for row in rows]
+    groups = []
+    for row in rows:
+        images = _images_by_digest(row)
+        samples = tuple(_sample(sample_row, images) for sample_row in row["samples"])
+        groups.append(SampleGroup(row["group_id"], samples))
+    return groups
+
+
+def _all_images(samples: Sequence[Sample]) -> list[EncodedImage]:
+    return [image for s in samples for each in (s, *s.branches) for image in each.images]
+
+
+def _image_table(images: Iterable[EncodedImage]) -> dict[str, str]:
+    """The distinct images of a group, in base64 by digest."""
+    return {image.digest: base64.b64encode(image.data).decode() for image in images}
+
+
+def _images_by_digest(row: Row) -> dict[str, EncodedImage]:
+    """The images of a group's row; checkpoints of older versions have none."""
+    table = row.get("images") or {}
+    return {digest: EncodedImage(base64.b64decode(data)) for digest, data in table.items()}
 
 
 def _prompt_row(prompt: Prompt) -> dict[str, object]:
@@ -102,16 +126,18 @@ def _prompt_row(prompt: Prompt) -> dict[str, object]:
         "tokens": list(prompt.tokens),
         "label": _to_json(prompt.label, f"prompt {prompt.group_id}: label"),
         "metadata": _to_json(dict(prompt.metadata), f"prompt {prompt.group_id}: metadata"),
+        "images": [image.digest for image in prompt.images],
     }
 
 
-def _prompt(row: Row) -> Prompt:
+def _prompt(row: Row, images: Mapping[str, EncodedImage]) -> Prompt:
     return Prompt(
         row["group_id"],
         row["text"],
         tuple(row["tokens"]),
         _from_json(row["label"]),
         _from_json(row["metadata"]),
+        images=tuple(images[digest] for digest in row.get("images", ())),
     )
 
 
@@ -130,11 +156,12 @@ def _sample_row(sample: Sample) -> dict[str, object]:
         "reward": None if sample.reward is None else float(sample.reward).hex(),
         "metadata": _to_json(dict(sample.metadata), f"sample {sample.sample_id}: metadata"),
         "branches": [_sample_row(branch) for branch in sample.branches],
+        "images": [image.digest for image in sample.images],
     }
 
 
-def _sample(row: Row) -> Sample:
-    """The sample of a row with `_prompt_fields`."""
+def _sample(row: Row, images: Mapping[str, EncodedImage]) -> Sample:
+    """The sample of a row with `_prompt_fields`. images: of its group, by digest."""
     prompt_fields = {name: row[name] for name in _PROMPT_FIELDS}
     # checkpoints of older versions have no log-probs of a teacher and no rewards of tokens
     arrays: dict[str, Any] = {
@@ -153,9 +180,12 @@ def _sample(row: Row) -> Sample:
         label=_from_json(row["label"]),
         reward=None if row["reward"] is None else float.fromhex(row["reward"]),
         metadata=_from_json(row["metadata"]),
+        images=tuple(images[digest] for digest in row.get("images", ())),
         **{name: row[name] for name in _PLAIN},
     )
-    branches = tuple(_sample({**branch, **prompt_fields}) for branch in row.get("branches", ()))
+    branches = tuple(
+        _sample({**branch, **prompt_fields}, images) for branch in row.get("branches", ())
+    )
     return replace(sample, branches=branches, **arrays)
 
 

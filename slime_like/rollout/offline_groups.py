@@ -12,6 +12,7 @@ from arguments.schema import AlgorithmConfig
 from slime_like.data.pairs import pair_samples
 from slime_like.data.sft import sft_samples
 from slime_like.distributed.collectives import together
+from slime_like.images.processor import ImageProcessor
 from slime_like.metrics.names import TRUNCATED_FRACTION
 from slime_like.rollout.recording import check_values, load_rollout
 from slime_like.samples.episodes import truncated_fraction
@@ -29,6 +30,7 @@ def supervised_groups(
     tokenizer: PreTrainedTokenizerBase,
     *,
     max_response_len: int,
+    processor: ImageProcessor | None = None,
 ) -> tuple[list[SampleGroup], dict[str, float]]:
     """Supervised samples, one or a preference pair per prompt, of which each rank builds its share;
     and the fraction that was truncated."""
@@ -38,7 +40,14 @@ def supervised_groups(
     make = sft_samples
     if size > 1:
         make = partial(pair_samples, scored=algorithm.trains_reward_model)
-    own = together(lambda: make(prompts[rank::world], tokenizer, max_response_len=max_response_len))
+    own = together(
+        lambda: make(
+            prompts[rank::world],
+            tokenizer,
+            max_response_len=max_response_len,
+            processor=processor,
+        )
+    )
     holders = [i // size % world for i in range(size * len(prompts))]
     samples = share_index(own, holders)
     parts = split(samples, [size] * len(prompts))

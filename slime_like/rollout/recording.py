@@ -2,7 +2,8 @@
 
 Two files: ``<path>.json`` with everything except tensors, and ``<path>.safetensors`` with the
 tensors of every sample. The JSON has the SHA-256 of the other file, so that files of different
-rollouts cannot be mixed. Nothing is pickled.
+rollouts cannot be mixed. Images are in the folder ``images`` beside them, each once over all
+rollouts, under the SHA-256 of its file. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import glob
 import hashlib
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +24,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from slime_like.checked_json import HIGHEST_LOG_PROB, LOWEST_LOG_PROB
+from slime_like.images.encoded import EncodedImage
 from slime_like.samples.episodes import complete
 from slime_like.samples.groups import SampleGroup, flatten
 from slime_like.text import clean, shown
@@ -32,8 +35,10 @@ if TYPE_CHECKING:
 
 
 FORMAT = "slime_like rollout 1"
+IMAGES = "images"  # folder beside a recording
 _DAMAGED = (AttributeError, KeyError, TypeError, ValueError, RecursionError)
 _MAX_ID = 2**62
+_DIGEST = re.compile("[0-9a-f]{64}")
 # field of `Sample` -> its name in the files of all versions
 _TENSORS = {
     "tokens": "tokens",
@@ -97,10 +102,39 @@ def save_rollout(template: str, rollout_id: int, groups: Sequence[SampleGroup]) 
         "groups": rows,
     }
     json_path.parent.mkdir(parents=True, exist_ok=True)
+    _write_images(json_path.parent / IMAGES, complete(flatten(groups)))
     _write(tensor_path, payload)
     text = json.dumps(header, ensure_ascii=False, indent=1)
     _write(json_path, text.encode("utf-8", "surrogatepass"))
     return json_path
+
+
+def _write_images(folder: Path, samples: Sequence[Sample]) -> None:
+    """Write the images that the folder does not have yet."""
+    images = {
+        image.digest: image for s in samples for each in (s, *s.branches) for image in each.images
+    }
+    for image in images.values():
+        path = image_path(folder, image.digest)
+        if not path.is_file():
+            folder.mkdir(exist_ok=True)
+            _write(path, image.data)
+
+
+def image_path(folder: Path, digest: str) -> Path:
+    """The file of an image; its name tells no format, since its content does."""
+    return folder / f"{digest}.image"
+
+
+def _read_image(folder: Path, digest: str) -> EncodedImage:
+    """Raises ValueError if the file is missing or has another content."""
+    path = image_path(folder, digest)
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file, an image of the recording")
+    image = EncodedImage(path.read_bytes())
+    if image.digest != digest:
+        raise ValueError(f"{path}: damaged: another content than when it was recorded")
+    return image
 
 
 def save_token_values(
@@ -183,8 +217,9 @@ def load_rollout(template: str, rollout_id: int) -> list[SampleGroup]:
     try:
         tensors = load(payload)
         groups = []
+        images = RecordedImages(json_path.parent / IMAGES)
         for row in header["groups"]:
-            samples = tuple(_from_row(sample_row, tensors) for sample_row in row["samples"])
+            samples = tuple(_from_row(sample_row, tensors, images) for sample_row in row["samples"])
             groups.append(SampleGroup(row["group_id"], samples))
         return groups
     except (*_DAMAGED, SafetensorError) as error:
@@ -229,6 +264,8 @@ def _to_row(sample: Sample, tensors: dict[str, Tensor], key: str) -> dict[str, A
     values = {name: getattr(sample, name) for name in _PLAIN} | {"metadata": dict(sample.metadata)}
     row = {name: encode(value, f"{where}: {name}") for name, value in values.items()}
     row["status"] = str(sample.status)
+    if sample.images:
+        row["images"] = [image.digest for image in sample.images]
     if sample.branches:
         row["branches"] = [
             _to_row(branch, tensors, f"{key}.{i}") for i, branch in enumerate(sample.branches)
@@ -236,7 +273,27 @@ def _to_row(sample: Sample, tensors: dict[str, Tensor], key: str) -> dict[str, A
     return row
 
 
-def _from_row(row: dict[str, Any], tensors: dict[str, Tensor], key: str = "") -> Sample:
+class RecordedImages:
+    """The images of a recording, each read once."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._read: dict[str, EncodedImage] = {}
+
+    def of_row(self, row: Mapping[str, Any]) -> tuple[EncodedImage, ...]:
+        """The images of a sample's row. Raises ValueError."""
+        digests = row.get("images", [])
+        if not all(isinstance(digest, str) and _DIGEST.fullmatch(digest) for digest in digests):
+            raise ValueError(f"images is {shown(digests)}")
+        for digest in digests:
+            if digest not in self._read:
+                self._read[digest] = _read_image(self._folder, digest)
+        return tuple(self._read[digest] for digest in digests)
+
+
+def _from_row(
+    row: dict[str, Any], tensors: dict[str, Tensor], images: RecordedImages, key: str = ""
+) -> Sample:
     where = f"sample {shown(row['sample_id'])}"
     key = key or str(row["sample_id"])
     for name, types in _PLAIN.items():
@@ -261,7 +318,7 @@ def _from_row(row: dict[str, Any], tensors: dict[str, Tensor], key: str = "") ->
     ):
         raise ValueError(f"{where}: tokens or loss mask absent, or of the wrong length or type")
     branch_rows = enumerate(row.get("branches") or ())
-    branches = [_from_row(branch, tensors, f"{key}.{i}") for i, branch in branch_rows]
+    branches = [_from_row(branch, tensors, images, f"{key}.{i}") for i, branch in branch_rows]
     fields: dict[str, Any] = {name: decode(row[name]) for name in _PLAIN}
     return Sample(
         **fields,
@@ -269,6 +326,7 @@ def _from_row(row: dict[str, Any], tensors: dict[str, Tensor], key: str = "") ->
         status=SampleStatus(row["status"]),
         weight_versions=tuple(tensors[f"{key}.weight_versions"].tolist()),
         branches=tuple(branches),
+        images=images.of_row(row),
     )
 
 

@@ -35,6 +35,8 @@ ROW = np.dtype(
         ("versions_length", "i4"),  # entries of `weight_versions`, 0 or the length of the response
         ("mask_width", "i4"),  # K of the sampling mask
         ("teacher_prompt_length", "i4"),
+        ("num_images", "i4"),
+        ("image_bytes", "i8"),  # of all images, without their lengths
         ("expert_layers", "i2"),
         ("experts_topk", "i2"),
         ("status", "u1"),
@@ -132,6 +134,14 @@ class RemoteSample:
     def num_branches(self) -> int:
         return self._int("branches")
 
+    @property
+    def num_images(self) -> int:
+        return self._int("num_images")
+
+    @property
+    def image_bytes(self) -> int:
+        return self._int("image_bytes")
+
     def has(self, name: str) -> bool:
         return self._flag(_BITS[name])
 
@@ -210,6 +220,7 @@ def rows_of(samples: Sequence[Sample], holder: int) -> tuple[Rows, Versions]:
         row["num_versions"] = len(versions)
         row["versions_length"] = sample.versions_length
         row["branches"] = sample.num_branches
+        row["num_images"], row["image_bytes"] = sample.num_images, sample.image_bytes
         if sample.sampling_mask is not None:
             row["mask_width"] = sample.sampling_mask.shape[1]
         if sample.teacher_prompt is not None:

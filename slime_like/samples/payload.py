@@ -1,18 +1,21 @@
-"""The tensors and texts of a sample as one row of bytes."""
+"""The tensors, images and texts of a sample as one row of bytes."""
 
 from __future__ import annotations
 
 import math
 import pickle
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from slime_like.images.encoded import EncodedImage
 from slime_like.samples.index import AnySample, RemoteSample, greedy_metadata
 from slime_like.types import OPTIONAL_TENSORS, Sample
 
+_LENGTH = torch.int64  # of an image, in bytes
 _DTYPES = {
     "token_rewards": torch.float64,
     "rollout_log_probs": torch.float32,
@@ -49,17 +52,25 @@ def _size(sample: AnySample, name: str) -> int:
 
 def payload_size(sample: AnySample) -> int:
     """Size of `pack_payload` in bytes; known on every rank."""
-    return sum(dtype.itemsize * count for _, dtype, count in _columns(sample))
+    tensors = sum(dtype.itemsize * count for _, dtype, count in _columns(sample))
+    return tensors + _LENGTH.itemsize * sample.num_images + sample.image_bytes
 
 
 def pack_payload(sample: Sample) -> Tensor:
-    """Serialise a sample without text and metadata: [n] uint8."""
-    parts = []
+    """Serialise a sample without text and metadata: [n] uint8. The lengths of its images, which
+    come last, are first, so that everything is aligned."""
+    parts = _lengths(sample.images)
     for name, dtype, _ in _columns(sample):
         value = getattr(sample, name)
         tensor = torch.tensor(value) if name == "weight_versions" else value
         parts.append(tensor.to(dtype).contiguous().view(-1).view(torch.uint8))
+    parts += [torch.frombuffer(bytearray(i.data), dtype=torch.uint8) for i in sample.images]
     return torch.cat(parts)
+
+
+def _lengths(images: Sequence[EncodedImage]) -> list[Tensor]:
+    lengths = torch.tensor([len(image.data) for image in images], dtype=_LENGTH)
+    return [lengths.view(torch.uint8)] if images else []
 
 
 def unpack_payload(remote: RemoteSample, payload: Tensor) -> Sample:
@@ -70,11 +81,16 @@ def unpack_payload(remote: RemoteSample, payload: Tensor) -> Sample:
         payload: [n] uint8; its memory is not referenced afterwards.
     """
     fields: dict[str, Any] = {}
-    start = 0
+    start = _LENGTH.itemsize * remote.num_images
+    lengths = payload[:start].clone().view(_LENGTH).tolist()
     for name, dtype, count in _columns(remote):
         end = start + dtype.itemsize * count
         fields[name] = payload[start:end].clone().view(dtype)
         start = end
+    images = []
+    for length in lengths:
+        images.append(EncodedImage(payload[start : start + length].numpy().tobytes()))
+        start += length
     for name in OPTIONAL_TENSORS:
         if name in fields:
             fields[name] = fields[name].view(remote.shape(name))
@@ -94,6 +110,7 @@ def unpack_payload(remote: RemoteSample, payload: Tensor) -> Sample:
         status=remote.status,
         weight_versions=token_versions,
         metadata=greedy_metadata(remote),
+        images=tuple(images),
     )
     return replace(sample, **fields)
 

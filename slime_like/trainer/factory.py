@@ -17,6 +17,8 @@ from slime_like.batching.user_hooks import TrainHooks
 from slime_like.data.tokenizer import load_tokenizer
 from slime_like.distributed.signals import StopConditions
 from slime_like.guards.rollout import RolloutGuards
+from slime_like.images.files import ImageLimits
+from slime_like.images.processor import ImageProcessor
 from slime_like.megatron.backend import MegatronBackend
 from slime_like.megatron.factory import needs_reference
 from slime_like.megatron.parallel_layout import ParallelLayout
@@ -42,6 +44,23 @@ def run_tokenizer(config: RunConfig) -> object:
     return load_tokenizer(
         config.model.hf_checkpoint,
         vocab_size=config.gpt.vocab_size,
+        trust_remote_code=config.model.trust_remote_code,
+    )
+
+
+def run_image_processor(
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase
+) -> ImageProcessor | None:
+    """The image processor of --hf-checkpoint; None without --multimodal-keys. Raises ValueError."""
+    data = config.data
+    if data.multimodal_keys is None or config.model.hf_checkpoint is None:
+        return None
+    return ImageProcessor.load(
+        config.model.hf_checkpoint,
+        tokenizer,
+        limits=ImageLimits(
+            int(data.max_image_mb * 2**20), data.max_image_pixels, data.image_decode_timeout_s
+        ),
         trust_remote_code=config.model.trust_remote_code,
     )
 
@@ -99,6 +118,7 @@ def make_batch_builder(
     guards: RolloutGuards,
     progress: Progress,
     hooks: TrainHooks,
+    image_processor: ImageProcessor | None = None,
 ) -> BatchBuilder:
     settings = BatchSettings(
         config.algorithm,
@@ -112,6 +132,7 @@ def make_batch_builder(
         old_is_current=config.old_is_current,
         outcome_readers=outcome_readers(config),
         hooks=hooks,
+        image_processor=image_processor,
     )
     return BatchBuilder(settings, layout, backend, guards, progress)
 

@@ -13,6 +13,7 @@ from arguments.schema import AlgorithmConfig, RolloutConfig
 from slime_like.data.group_buffer import GroupBuffer
 from slime_like.data.prompts import PromptSource
 from slime_like.data.tokenizer import special_token_ids
+from slime_like.images.processor import ImageProcessor
 from slime_like.rollout.answer_metrics import answer_metrics
 from slime_like.rollout.async_rollout import AsyncRolloutQueue
 from slime_like.rollout.collector import Collector
@@ -62,6 +63,7 @@ class RolloutManager:
         *,
         num_rollouts: int,
         teacher: ServedTeacher | TeacherPrompts | None = None,
+        image_processor: ImageProcessor | None = None,
     ) -> None:
         """source, rollouter, collector, teacher: None if the run needs none. buffer: next prompts
         to sample; None if the user brings a source."""
@@ -73,6 +75,7 @@ class RolloutManager:
         self._tokenizer = tokenizer
         self._special_ids = special_token_ids(tokenizer)
         self._teacher = teacher
+        self._image_processor = image_processor
         self._collector = collector
         self.buffer = buffer
         self.queue = self._make_queue()
@@ -98,6 +101,7 @@ class RolloutManager:
                 prompts,
                 self._tokenizer,
                 max_response_len=rollout.rollout_max_response_len,
+                processor=self._image_processor,
             )
             return self._rollout_of(groups, metrics)
         if settings.async_staleness is None:

@@ -22,6 +22,7 @@ from slime_like.data.prompt_format import PromptFormat, RowKeys
 from slime_like.data.prompts import PromptSource
 from slime_like.engines.base import RolloutEngine, num_generating_ranks
 from slime_like.engines.registry import EngineContext, engine_traits, rollout_engines
+from slime_like.images.processor import ImageProcessor
 from slime_like.megatron.backend import MegatronBackend
 from slime_like.megatron.trained_network import TrainedNetwork
 from slime_like.metrics.progress import Progress
@@ -157,6 +158,7 @@ def make_rollouter(
     tokenizer: PreTrainedTokenizerBase,
     *,
     output_dir: Path,
+    image_processor: ImageProcessor | None = None,
 ) -> Rollouter | None:
     """The rollout engine and the grader; None if the run never samples. Collective."""
     if config.debug.debug_train_only or (
@@ -164,7 +166,8 @@ def make_rollouter(
     ):
         return None
     make_engine = rollout_engines.get(config.rollout.rollout_engine)
-    engine = make_engine(EngineContext(config, tokenizer, backend.device, output_dir))
+    context = EngineContext(config, tokenizer, backend.device, output_dir, image_processor)
+    engine = make_engine(context)
     if config.reward.custom_rm_path is None and dist.get_rank() == 0:
         for layer in confinement.unenforced():
             logger.warning(f"graders run without {layer}")
@@ -254,10 +257,13 @@ def make_sampling(
     eval_prompts: Mapping[str, Sequence[Prompt]],
     num_rollouts: int,
     output_dir: Path,
+    image_processor: ImageProcessor | None = None,
 ) -> Sampling:
     """The engine side of a run. Collective. source, eval_prompts: see `make_source` and
     `load_prompts`."""
-    rollouter = make_rollouter(config, backend, tokenizer, output_dir=output_dir)
+    rollouter = make_rollouter(
+        config, backend, tokenizer, output_dir=output_dir, image_processor=image_processor
+    )
     teacher = make_teacher(config, tokenizer)
     engine = None if rollouter is None else rollouter.engine
     weights = make_weight_sync(config, backend, engine, progress)
@@ -272,6 +278,7 @@ def make_sampling(
         tokenizer,
         num_rollouts=num_rollouts,
         teacher=teacher,
+        image_processor=image_processor,
     )
     trainer_memory = None
     if config.sglang.offload_train and rollouter is not None:

@@ -38,6 +38,7 @@ from slime_like.trainer.factory import (
     make_train_step,
     num_rollouts,
     rollout_guards,
+    run_image_processor,
     run_tokenizer,
     steps_per_rollout,
     stop_conditions,
@@ -79,8 +80,9 @@ class Trainer:
         self.strategy = make_strategy(config)
         self.tokenizer = tokenizer = run_tokenizer(config)
         # data is read before the model is built, so that bad data fails early
-        source = make_source(config, tokenizer)
-        eval_prompts, notes = load_prompts(config, tokenizer)
+        images = run_image_processor(config, tokenizer)
+        source = make_source(config, tokenizer, images)
+        eval_prompts, notes = load_prompts(config, tokenizer, images)
         self.num_rollouts = num_rollouts(config, source)
         self.progress = progress = make_progress(config, self.num_rollouts, layout.rank, on_phase)
         self.hooks = hooks = make_train_hooks(config)
@@ -104,6 +106,7 @@ class Trainer:
             eval_prompts=eval_prompts,
             num_rollouts=self.num_rollouts,
             output_dir=output_dir,
+            image_processor=images,
         )
         self.weight_version = 1  # of the policy; the engine's lags behind until the next sync
         self.start = 0  # the first rollout
@@ -112,7 +115,9 @@ class Trainer:
         for note in [*(source.notes if source is not None else ()), *notes]:
             warn_rank_0(logger, note)
         guards = rollout_guards(config)
-        self.batch_builder = make_batch_builder(config, layout, backend, guards, progress, hooks)
+        self.batch_builder = make_batch_builder(
+            config, layout, backend, guards, progress, hooks, images
+        )
         # a user's conversion makes the sequences to train on later, in `_sequences`
         if config.scheduling.async_rollout and not (
             config.debug.debug_rollout_only or hooks.converts

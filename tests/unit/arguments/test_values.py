@@ -182,7 +182,6 @@ SLIME_FLAGS_NOT_HERE = [
     "--lora-dropout",
     "--moe-shared-expert-overlap",
     "--fp8-format",
-    "--multimodal-keys",
     "--critic-train-only",
 ]
 

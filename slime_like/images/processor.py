@@ -1,0 +1,207 @@
+"""What a model's vision tower takes for an image, and how many tokens of the prompt it stands for:
+transformers' image processor of the model's folder.
+
+Every process makes pixels from a file's bytes with this function, always with transformers' Pillow
+backend (the one for torchvision rounds otherwise), so that they are bit-equal in trainer and local
+engine.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slime_like.images.encoded import EncodedImage
+from slime_like.images.files import DEFAULT_LIMITS, ImageLimits, ImageProblem, decode
+from slime_like.images.inputs import ImageInputs, concatenate
+from slime_like.images.rows import PlaceholderRule
+from slime_like.text import clean
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+SETTINGS_FILES = ("preprocessor_config.json", "processor_config.json")
+_CACHE_BYTES = 2**30  # of pixels, per process
+_TOKEN_KEYS = ("image_token_id", "image_token_index")
+_REMEDY = "copy the model's files into it"
+
+
+class ImageProcessor:
+    """The image processor of a Hugging Face folder.
+
+    Args:
+        processor: transformers' image processor.
+        rule: How the model writes images into its tokens.
+        mark: What the chat template writes for an image.
+        image_text: The text of a placeholder.
+        written: What the tokenizer gets in the place of a mark, with one placeholder.
+        features: Placeholders of each image; None: they follow from its patches.
+        limits: Of each image.
+    """
+
+    def __init__(
+        self,
+        processor: Any,
+        rule: PlaceholderRule,
+        mark: str,
+        image_text: str,
+        written: str,
+        *,
+        features: int | None,
+        limits: ImageLimits = DEFAULT_LIMITS,
+        cache_bytes: int = _CACHE_BYTES,
+    ) -> None:
+        self.rule = rule
+        self.mark = mark
+        self.image_text = image_text
+        self.limits = limits
+        self._processor = processor
+        self._written = written
+        self._features = features
+        self._cache_bytes = cache_bytes
+        self._cached: OrderedDict[tuple[str, ...], ImageInputs] = OrderedDict()
+        self._lock = threading.Lock()  # generation and training may be two threads
+
+    @classmethod
+    def load(
+        cls,
+        folder: str,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        limits: ImageLimits = DEFAULT_LIMITS,
+        trust_remote_code: bool = False,
+    ) -> ImageProcessor:
+        """Load the processor of a model.
+
+        Raises:
+            ValueError: Names the folder: it has no image processor or no placeholder, or the
+                tokenizer is another model's.
+        """
+        where = f"--multimodal-keys: --hf-checkpoint {folder}"
+        if not any((Path(folder) / name).is_file() for name in SETTINGS_FILES):
+            raise ValueError(
+                f"{where}: there is no image processor ({SETTINGS_FILES[0]}); {_REMEDY}, or use a "
+                "model that takes images"
+            )
+        from transformers import AutoImageProcessor
+
+        try:
+            processor = AutoImageProcessor.from_pretrained(
+                folder, backend="pil", trust_remote_code=trust_remote_code
+            )
+            config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+        except Exception as error:  # transformers and its dependencies raise nearly anything
+            reason = clean(str(error).strip().split("\n", 1)[0] or repr(error), 300)
+            raise ValueError(
+                f"{where}: its image processor cannot be loaded "
+                f"({type(error).__name__}: {reason}); {_REMEDY}"
+            ) from error
+        token = next((config[key] for key in _TOKEN_KEYS if config.get(key) is not None), None)
+        if not isinstance(token, int):
+            raise ValueError(f"{where}: config.json names no {_TOKEN_KEYS[0]}; {_REMEDY}")
+        text = _text_of(tokenizer, token, where)
+        merge_size = getattr(processor, "merge_size", None)
+        if merge_size is not None:
+            rule = PlaceholderRule(token, int(merge_size))
+            return cls(processor, rule, text, text, text, features=None, limits=limits)
+        # Gemma 3: whole images of one size, each between two tokens and line ends
+        if getattr(processor, "do_pan_and_scan", None):
+            raise ValueError(f"{where}: do_pan_and_scan is not offered; set it to false")
+        start, end = (
+            _text_of(tokenizer, config.get(key), where)
+            for key in ("boi_token_index", "eoi_token_index")
+        )
+        count = config.get("mm_tokens_per_image", 256)
+        written = f"\n\n{start}{text}{end}\n\n"
+        rule = PlaceholderRule(token)
+        return cls(processor, rule, start, text, written, features=count, limits=limits)
+
+    def num_tokens(self, height: int, width: int) -> int:
+        """The number of placeholders of an image. Raises ImageProblem for a size that the
+        processor does not take."""
+        if self._features is not None:
+            return self._features
+        assert self.rule.merge_size is not None
+        try:
+            patches = self._processor.get_number_of_image_patches(height, width)
+        except Exception as error:  # e.g. an image 200 times as wide as high
+            raise self._refused(error) from error
+        return int(patches) // self.rule.merge_size**2
+
+    def written(self, text: str) -> str:
+        """A rendered text as the tokenizer gets it, with one placeholder for every mark."""
+        return text if self._written == self.mark else text.replace(self.mark, self._written)
+
+    def expand(self, tokens: Sequence[int], counts: Sequence[int]) -> list[int]:
+        """The ids of a text with every placeholder repeated as often as its image has features.
+
+        Args:
+            tokens: With one placeholder for each image.
+            counts: Of the images, in order; there may be more than placeholders here.
+        """
+        remaining = iter(counts)
+        expanded: list[int] = []
+        for token in tokens:
+            expanded += [token] * (next(remaining) if token == self.rule.image_token else 1)
+        return expanded
+
+    def token_counts(self, images: Sequence[EncodedImage]) -> list[int]:
+        """The number of placeholders of each image."""
+        return [self._count(self.inputs([image])) for image in images]
+
+    def _count(self, inputs: ImageInputs) -> int:
+        if self._features is not None:
+            return self._features
+        assert inputs.grids is not None and self.rule.merge_size is not None
+        return int(inputs.grids.prod()) // self.rule.merge_size**2
+
+    def inputs(self, images: Sequence[EncodedImage]) -> ImageInputs:
+        """What the tower takes for these images, at least one, in order. The last ones stay in
+        memory, and equal images are one object. Raises ImageProblem."""
+        key = tuple(image.digest for image in images)
+        with self._lock:
+            if key in self._cached:
+                self._cached.move_to_end(key)
+                return self._cached[key]
+        if len(images) == 1:
+            made = self._make(images[0])
+        else:
+            made = concatenate([self.inputs([image]) for image in images])
+        with self._lock:
+            self._cached[key] = made
+            while len(self._cached) > 1 and self._cached_bytes() > self._cache_bytes:
+                self._cached.popitem(last=False)
+        return made
+
+    def _cached_bytes(self) -> int:
+        return sum(inputs.pixels.nbytes for inputs in self._cached.values())
+
+    def _make(self, image: EncodedImage) -> ImageInputs:
+        pixels = decode(image, self.limits)
+        try:
+            made = self._processor(images=[pixels], return_tensors="pt")
+        except Exception as error:
+            raise self._refused(error) from error
+        return ImageInputs(made["pixel_values"].float(), made.get("image_grid_thw"))
+
+    def _refused(self, error: Exception) -> ImageProblem:
+        reason = clean(str(error).split("\n", 1)[0], 200)
+        return ImageProblem(f"the model's image processor does not take the image: {reason}")
+
+
+def _text_of(tokenizer: PreTrainedTokenizerBase, token: object, where: str) -> str:
+    """The text of a special token. Raises ValueError if the tokenizer does not have it."""
+    text = tokenizer.convert_ids_to_tokens(token) if isinstance(token, int) else None
+    if not isinstance(text, str) or tokenizer(text, add_special_tokens=False)["input_ids"] != [
+        token
+    ]:
+        raise ValueError(
+            f"{where}: the tokenizer has no special token {token}, the placeholder of images in "
+            f"config.json; {_REMEDY}"
+        )
+    return text

@@ -1,0 +1,45 @@
+"""Small pictures, and a folder with what makes them tokens."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from slime_like.cli.tiny_model import IMAGE, make_tokenizer, save_image_processor
+from slime_like.images.files import DEFAULT_LIMITS, ImageLimits
+from slime_like.images.processor import ImageProcessor
+
+VISION = {"patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 1}
+
+
+def picture(
+    seed: int = 0, height: int = 16, width: int = 24, kind: str = "PNG", **options: Any
+) -> bytes:
+    """A file with random colours."""
+    pixels = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, kind, **options)
+    return file.getvalue()
+
+
+def processor_folder(folder: Path) -> tuple[Any, str]:
+    """A folder with tokenizer, image processor and the ids of config.json; and the tokenizer."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = make_tokenizer(images=True)
+    tokenizer.save_pretrained(folder)
+    save_image_processor(folder, VISION)
+    token = tokenizer.convert_tokens_to_ids(IMAGE)
+    (folder / "config.json").write_text(json.dumps({"image_token_id": token}))
+    return tokenizer, str(folder)
+
+
+def tiny_processor(
+    folder: Path, limits: ImageLimits = DEFAULT_LIMITS
+) -> tuple[Any, ImageProcessor]:
+    tokenizer, path = processor_folder(folder)
+    return tokenizer, ImageProcessor.load(path, tokenizer, limits=limits)
