@@ -47,5 +47,5 @@ def _slime_names(config: RunConfig) -> dict[str, object]:
         "rollout_global_dataset": config.scheduling.data_source_path is None,
         "use_dynamic_global_batch_size": False,
         "bf16": config.megatron.transformer.bf16,
-        "fp16": False,
+        "fp16": config.megatron.transformer.fp16,
     }

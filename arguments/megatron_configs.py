@@ -41,6 +41,9 @@ PRECISION_AWARE_FIELDS = {
 }
 
 
+# of fp16; megatron-core's 2**32 overflows about twenty times before the first step
+INITIAL_LOSS_SCALE = 2.0**16
+
 # What megatron-core raises for settings that it does not support
 OBJECTIONS = (
     AssertionError,
@@ -165,6 +168,8 @@ def _attempt(build: Build, make: Callable[[Build], T]) -> T | None:
 def _dtype(build: Build) -> object:
     import torch
 
+    if build.values.get("fp16"):
+        return torch.float16
     return torch.bfloat16 if build.values.get("bf16") else torch.float32
 
 
@@ -334,6 +339,7 @@ def _optimizer(build: Build) -> object:
         # Transformer Engine's Adam would keep of fp32 parameters only the 16 bits that the bf16
         # ones lack; megatron-core saves these as if they were the parameters, and cannot load them
         "store_param_remainders": False,
+        "initial_loss_scale": INITIAL_LOSS_SCALE,
         **build.values,
         "params_dtype": _dtype(build),
     }
@@ -381,6 +387,7 @@ def _ddp(build: Build) -> object:
 
     # a non-finite gradient is counted and its step skipped, on all ranks; megatron-core's check
     # would raise
-    in_fp32 = bool(build.values.get("bf16")) and not _main_gradients_in_bf16(build)
+    half = bool(build.values.get("bf16") or build.values.get("fp16"))
+    in_fp32 = half and not _main_gradients_in_bf16(build)
     values = {"grad_reduce_in_fp32": in_fp32, **build.values, "check_for_nan_in_grad": False}
     return DistributedDataParallelConfig(**_of(DistributedDataParallelConfig, values))

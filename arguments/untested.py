@@ -16,9 +16,9 @@ from arguments.rules.base import Settings
 from slime_like.config import Problem
 
 FLAG = "--allow-untested"
-# fp8 and fp4; CUDA graphs; offloaded activations; overlapped communication; fused kernels
+# fp8 and fp4; fp16; CUDA graphs; offloaded activations; overlapped communication; fused kernels
 KINDS = re.compile(
-    "fp8|fp4|first_last_layers_bf16|num_layers_at_.*_in_bf16|tp_only_amax|cuda_graph"
+    "fp8|fp4|^fp16$|loss_scale|^hysteresis$|first_last_layers_bf16|num_layers_at_.*_in_bf16|tp_only_amax|cuda_graph"
     "|^cpu_offloading|^tp_comm_|delay_wgrad|overlap_moe_expert|_fusion$|^fused_"
 )
 # of other settings, or made by this project

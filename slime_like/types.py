@@ -273,6 +273,7 @@ class StepResult:
     learning_rate: float
     # the gradient was not finite on some rank, so weights and optimizer state are unchanged on all
     skipped: bool = False
+    loss_scale: float | None = None  # of the next step, in fp16
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,11 @@ from pathlib import Path
 from arguments.critic_layout import critic_parallel, layout_flags
 from arguments.hf.model import HfModel, read_hf_model
 from arguments.hf.peft_adapter import read_adapter_config
+from arguments.megatron_configs import INITIAL_LOSS_SCALE
 from arguments.rules.algorithm import has_critic
 from arguments.rules.base import Rule, Settings, Warn, problem
 from arguments.schema.lora import LATENT_ATTENTION, MIXTRAL_MLP, MLP, TARGETS, UNEMBEDDING
+from arguments.untested import FLAG
 from slime_like.config import ConfigError, Problem, flag_name
 from slime_like.engines.registry import engine_traits
 from slime_like.weights.families import model_families
@@ -24,6 +26,13 @@ TORCH_DTYPES = ("fp32", "bf16")  # dtypes of the moments
 # With a larger beta2 a second moment in bf16 cannot decrease: the decrement, 1 - beta2 of its
 # value, is less than half of its last bit (2^-9 to 2^-8 of its value).
 LARGEST_BETA2_OF_BF16 = 1 - 2**-8
+LOSS_SCALE = (
+    "loss_scale",
+    "initial_loss_scale",
+    "min_loss_scale",
+    "loss_scale_window",
+    "hysteresis",
+)
 
 
 def check_optimizer_dtypes(s: Settings) -> list[Problem]:
@@ -77,7 +86,28 @@ def check_optimizer_offload(s: Settings) -> list[Problem]:
     return problem("optimizer_offload_fraction", fraction, message)
 
 
+def check_loss_scale(s: Settings) -> list[Problem]:
+    """fp16 and its loss scale, which have no flags of their own."""
+    core = s.core
+    fp16 = core.get("fp16")
+    found = []
+    if fp16 and core.get("bf16"):
+        found.append(("fp16", "conflicts with --bf16; set only one of them"))
+    if fp16 and core.get("optimizer") == "muon":
+        found.append(("fp16", "conflicts with --optimizer muon"))
+    for name in LOSS_SCALE:
+        if core.get(name) is not None and not fp16:
+            found.append((name, "requires fp16:true"))
+        if not core.get(name, 1) > 0:
+            found.append((name, "must be above 0"))
+    low = core.get("min_loss_scale", 1.0)
+    if low > core.get("initial_loss_scale", INITIAL_LOSS_SCALE):
+        found.append(("min_loss_scale", "must not be above initial_loss_scale"))
+    return [Problem(FLAG, f"{name}:{core[name]}", message) for name, message in found]
+
+
 OPTIMIZER_RULES: tuple[Rule, ...] = (
+    check_loss_scale,
     check_optimizer_dtypes,
     check_main_grads_dtype,
     check_optimizer_offload,

@@ -28,6 +28,7 @@ class SavedPart(TypedDict, total=False):
     optimizer_step: Required[Annotated[float, Field(gt=-(2**63), lt=2**63)]]
     scheduler: dict[str, object] | None
     layout: str
+    loss_scale: Annotated[list[float], Field(min_length=3, max_length=3)] | None  # of fp16
 
 
 class KlState(TypedDict):

@@ -71,8 +71,8 @@ class SkippedStepGuard:
     total: int = 0
     owner: str = ""  # "critic's "
 
-    def check(self, skipped: bool, grad_norm: float) -> str | None:
-        """A warning, or None. Raises GuardError."""
+    def check(self, skipped: bool, grad_norm: float, loss_scale: float | None = None) -> str | None:
+        """A warning, or None. Raises GuardError. loss_scale: of the next step, in fp16."""
         if not skipped:
             self.in_a_row = 0
             return None
@@ -83,6 +83,8 @@ class SkippedStepGuard:
             f"{self.owner}optimizer step skipped: the gradient norm is {what} ({self.in_a_row} in "
             f"a row, {self.total} in total)"
         )
+        if loss_scale is not None:
+            text += f"; the loss scale is {loss_scale:g} now"
         if self.in_a_row >= self.patience:
             raise GuardError(text + "; see --max-consecutive-skipped-steps")
         return text

@@ -245,6 +245,7 @@ class MegatronBackend:
             grad_norm=grad_norm,
             learning_rate=learning_rate,
             skipped=not stepped,
+            loss_scale=pending.network.loss_scale,
         )
 
     def update(self, batch: TrainBatch) -> StepResult:

@@ -19,9 +19,11 @@ from arguments.schema import ScheduleConfig
 from megatron_patches.offload_ckpt import init_offloaded_state
 from megatron_patches.torch_adam_ckpt import init_adam_state
 from slime_like.distributed.collectives import gather
+from slime_like.megatron.loss_scale import share_loss_scale
 from slime_like.megatron.muon import build_muon, init_momentum, is_muon
 
 LARGEST_UPDATE = 1e38  # close to the float32 maximum of 3.4e38
+LARGEST_FP16 = 65504.0
 
 
 def build_optimizer(
@@ -30,7 +32,9 @@ def build_optimizer(
     """megatron-core's optimizer over the wrapped chunks."""
     if config.optimizer == "muon":
         return build_muon(config, chunks)
-    return get_megatron_optimizer(config, list(chunks))
+    optimizer = get_megatron_optimizer(config, list(chunks))
+    share_loss_scale(optimizer, config)
+    return optimizer
 
 
 def build_scheduler(
@@ -123,14 +127,16 @@ def set_adam(optimizer: MegatronOptimizer, adam: AdamStep) -> None:
 
 
 def step_stays_finite(optimizer: MegatronOptimizer, adam: AdamStep) -> bool:
-    """Whether no weight or moment can overflow float32 in this step on any rank. Collective.
+    """Whether no weight, in the model's precision, or moment, in float32, can overflow in this
+    step on any rank. Collective.
 
     Bounds of Adam (Kingma and Ba, algorithm 1) with decoupled weight decay, from the largest
     absolute values of weights w, gradients g and moments m, v:
     |m'| <= b1 |m| + (1 - b1) |g|, v' <= b2 v + (1 - b2) g^2,
     |w'| <= (1 + lr wd) |w| + lr |m'| / ((1 - b1^t) eps).
     """
-    bounds = [0.0]
+    largest_weight = LARGEST_FP16 if optimizer.config.fp16 else LARGEST_UPDATE
+    finite = True
     for plain in plain_optimizers(optimizer):
         for group in plain.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
@@ -144,11 +150,11 @@ def step_stays_finite(optimizer: MegatronOptimizer, adam: AdamStep) -> bool:
             second = adam.beta2 * max_abs([s["exp_avg_sq"] for s in states])
             step = float(states[0].get("step", group.get("step", 0))) + 1
             scale = group["lr"] / ((1 - adam.beta1**step) * group["eps"])
-            bounds += [
-                (1 + group["lr"] * group["weight_decay"]) * weight + scale * first,
-                second + (1 - adam.beta2) * gradient * gradient,
-            ]
-    return all(gather(all(bound <= LARGEST_UPDATE for bound in bounds)))
+            weight = (1 + group["lr"] * group["weight_decay"]) * weight + scale * first
+            second += (1 - adam.beta2) * gradient * gradient
+            # a NaN is not <= anything
+            finite = finite and weight <= largest_weight and second <= LARGEST_UPDATE
+    return all(gather(finite))
 
 
 def plain_optimizers(optimizer: object) -> list[MegatronOptimizer]:

@@ -24,6 +24,7 @@ from slime_like.distributed.collectives import gather
 from slime_like.megatron.checkpoint.networks import SavedNetwork
 from slime_like.megatron.forward_step import TokenComputation, run_schedule
 from slime_like.megatron.frozen_parameters import FrozenParameters
+from slime_like.megatron.loss_scale import loss_scale_of, loss_scale_state
 from slime_like.megatron.micro_batching import MicroBatchSize
 from slime_like.megatron.model.gpt import wrap_for_training
 from slime_like.megatron.moe import begin_routing, expert_biases, restore_expert_biases
@@ -181,6 +182,9 @@ class TrainedNetwork(Network):
             self.finish_updates()
             update_embedding(self.chunks, self.layout)
         begin_routing(self.chunks, batches, self.layout)
+        if loss_scale_of(self.optimizer) is not None:
+            # here, because adapters share the config of their base
+            self.config.grad_scale_func = self.optimizer.scale_loss
         with self.forward_context():
             outputs = run_schedule(self.modules, batches, compute, self.layout, forward_only=False)
         output = self._output(outputs, split, batches, per_token=per_token)
@@ -247,6 +251,12 @@ class TrainedNetwork(Network):
         self.gradients = Gradients()
         return stepped, grad_norm, learning_rate
 
+    @property
+    def loss_scale(self) -> float | None:
+        """The factor on the loss of the next pass; None without loss scaling."""
+        scale = loss_scale_of(self.optimizer)
+        return None if scale is None else float(scale.scale)
+
     def load_hf(self, folder: str) -> None:
         super().load_hf(folder)
         self.weights_changed()
@@ -268,6 +278,8 @@ class TrainedNetwork(Network):
         for tensor in moments(self.optimizer):
             tensor.zero_()
         set_group_steps(self.optimizer, None)
+        if (scale := loss_scale_of(self.optimizer)) is not None:
+            scale.reset()
         self.weights_changed()
 
     def has_non_finite(self) -> bool:
@@ -278,9 +290,9 @@ class TrainedNetwork(Network):
         return any(gather(not math.isfinite(max_abs(tensors))))
 
     def tensors(self) -> list[Tensor]:
-        """All state of this network: weights, gradients, and the optimizer's copies, moments and
-        step counts. Writing them in place turns it into another network of the same shape, together
-        with `group_steps` of the optimizer."""
+        """All state of this network: weights, gradients, and the optimizer's copies, moments, step
+        counts and loss scale. Writing them in place turns it into another network of the same
+        shape, together with `group_steps` of the optimizer."""
         tensors: list[Tensor] = []
         for chunk in self.saved_chunks:
             tensors += [t.data for t in (*chunk.parameters(), *chunk.buffers())]
@@ -288,6 +300,7 @@ class TrainedNetwork(Network):
             buffers = (*module.buffers, *module.expert_parallel_buffers)
             tensors += [buffer.grad_data for buffer in buffers]
         tensors += main_parameters(self.optimizer) + moments(self.optimizer)
+        tensors += loss_scale_state(self.optimizer)
         return list({(t.data_ptr(), t.numel()): t for t in tensors}.values())
 
     @with_layout_active
@@ -306,7 +319,7 @@ def step_if_finite(
     optimizer: MegatronOptimizer, allowed: Callable[[], bool] | None = None
 ) -> tuple[bool, float]:
     """Clip and step, unless the gradient norm is not finite; returns (stepped, global L2 norm
-    before clipping).
+    before clipping). With a loss scale, the gradients are unscaled first.
 
     The norm is reduced over all ranks that hold a part of the model, and gradients are equal on
     data-parallel ranks, so all ranks take the same branch. A skipped step leaves weights and
@@ -316,6 +329,8 @@ def step_if_finite(
         step.
     """
     found_inf = optimizer.prepare_grads()
+    if (scale := loss_scale_of(optimizer)) is not None:
+        scale.settle(overflow=found_inf)
     grad_norm = float(optimizer.get_grad_norm())
     if found_inf or not math.isfinite(grad_norm):
         return False, grad_norm

@@ -148,7 +148,7 @@ class TrainStep:
 
     def _optim_step(self, pending: PendingStep, guard: SkippedStepGuard) -> StepResult:
         result = self.backend.optim_step(pending)
-        if warning := guard.check(result.skipped, result.grad_norm):
+        if warning := guard.check(result.skipped, result.grad_norm, result.loss_scale):
             warn_rank_0(logger, warning)
         return result
 
@@ -209,7 +209,7 @@ class TrainStep:
 
     @property
     def _half_precision(self) -> bool:
-        return bool(self.backend.transformer.bf16)
+        return self.backend.transformer.params_dtype.itemsize == 2
 
     @property
     def _has_dropout(self) -> bool:
@@ -250,6 +250,8 @@ def averages(
     metrics[f"train/{prefix}grad_norm"] = mean([r.grad_norm for r in results])
     metrics[f"train/{prefix}lr"] = results[-1].learning_rate
     metrics[f"train/{prefix}skipped_steps"] = float(guard.total)
+    if results[-1].loss_scale is not None:
+        metrics[f"train/{prefix}loss_scale"] = results[-1].loss_scale
     return metrics
 
 

@@ -39,13 +39,14 @@ class Setting:
 
     @property
     def precision(self) -> str:
-        if "--bf16" in self.flags:
+        if "--bf16" in self.flags or "fp16" in self.flags:
             return "bfloat16"
         return "float32" if "optimizer" in self.flags or "lora" in self.flags else "float64"
 
 
 ONE = {
     "bf16": Setting("dense", f"--bf16 {D}"),
+    "fp16": Setting("dense", f"--allow-untested fp16:true {D}"),
     "entropy": Setting("dense", f"--bf16 {D} --entropy-coef 0.02"),
     "selective recomputation": Setting("dense", f"--bf16 {D} {SELECTIVE} layernorm core_attn"),
     "moments in bf16": Setting(
@@ -92,6 +93,7 @@ TWO = {
     "PP2 VP2 overlapped": Setting("dense", f"--bf16 {D}", f"{PP2} --num-virtual-stages-per-pipeline-rank 2 --overlap-p2p-communication"),
     "DP2 moments in bf16": Setting("dense", f"{PRECISE} --exp-avg-dtype bf16"),
     "DP2 optimizer on the host": Setting("dense", f"{PRECISE} --optimizer-cpu-offload"),
+    "fp16 critic PP2": Setting("dense", f"--allow-untested fp16:true --advantage-estimator ppo {D}", PP2),
     "critic PP2": Setting("dense", f"--bf16 {D} --advantage-estimator ppo", PP2),
     "adapters TP2": Setting("dense", "--lora-rank 4", SP),
     "EP2 allgather": Setting("experts", "--moe-token-dispatcher-type allgather", EP2),

@@ -59,6 +59,7 @@ from slime_like.megatron.checkpoint.rng_state import (
     restore_random_states,
 )
 from slime_like.megatron.checkpoint.write import METADATA_FILE, common_file
+from slime_like.megatron.loss_scale import loss_scale_of
 from slime_like.megatron.parallel_layout import ParallelLayout, with_layout_active
 
 logger = logging.getLogger(__name__)
@@ -104,6 +105,7 @@ def load_checkpoint(
         step = float(saved["optimizer_step"])  # megatron-core does not store step 0
         set_to = None if same_optimizer and step else step
         _load_network(network, folder / name, step=set_to, before_change=before_change)
+        _restore_loss_scale(network, saved.get("loss_scale"))
     if same_layout:  # equal on all ranks
         _check_fingerprints(folder, same_layout, state["fingerprints"][dist.get_rank()])
     if load_rng:
@@ -116,6 +118,13 @@ def load_checkpoint(
             _load_random_states(folder, state, owner, layout, seed=seed)
     dist.barrier()
     return state
+
+
+def _restore_loss_scale(network: SavedNetwork, saved: Sequence[float] | None) -> None:
+    """Layouts and kinds of optimizers share it. A checkpoint of another precision has none."""
+    scale = None if network.optimizer is None else loss_scale_of(network.optimizer)
+    if scale is not None and saved is not None:
+        scale.restore(saved)
 
 
 def load_weights(folder: Path, name: str, network: SavedNetwork, *, verify: bool) -> None:

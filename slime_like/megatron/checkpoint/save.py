@@ -52,6 +52,7 @@ from slime_like.megatron.checkpoint.write import (
     write_items,
     write_network_metadata,
 )
+from slime_like.megatron.loss_scale import loss_scale_of
 from slime_like.megatron.parallel_layout import ParallelLayout
 
 if TYPE_CHECKING:
@@ -338,10 +339,16 @@ def describe_networks(
                 "optimizer_step": optimizer_step(n),
                 "scheduler": None if n.scheduler is None else n.scheduler.state_dict(),
                 "layout": n.layout.describe(),
+                "loss_scale": _loss_scale(n),
             }
             for name, n in networks.items()
         },
     }
+
+
+def _loss_scale(network: SavedNetwork) -> list[float] | None:
+    scale = None if network.optimizer is None else loss_scale_of(network.optimizer)
+    return None if scale is None else scale.values
 
 
 def _make_folders(folder: Path, networks: Mapping[str, SavedNetwork]) -> None:

@@ -303,8 +303,9 @@ def mark_parameters(chunk: GPTModel) -> None:
 def to_model_precision(
     chunks: Sequence[GPTModel], config: TransformerConfig
 ) -> list[MegatronModule]:
-    """Wrap chunks for bf16; fp32 chunks are returned as they are. fp64 is for the parity matrix."""
-    if config.bf16:
+    """Wrap chunks for bf16 and fp16; fp32 chunks are returned as they are. fp64 is for the parity
+    matrix."""
+    if config.bf16 or config.fp16:
         return [HalfPrecisionModule(config, chunk) for chunk in chunks]
     if config.params_dtype == torch.float64:  # megatron-core's norms and routers ignore it
         return [chunk.double() for chunk in chunks]

@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
+from arguments.function_args import function_args
 from arguments.megatron_configs import Machine
 from arguments.megatron_fields import FIELDS
 from arguments.parse import parse_args
@@ -40,7 +42,6 @@ def test_without_the_flag_they_are_rejected(tmp_path: Path) -> None:
     [
         ("fp8", "must be NAME:VALUE with a NAME of activation_func_fp8_input_store, "),
         ("hidden_size:3", "--hidden-size is tested: give it as a flag of its own"),
-        ("fp16:true", "must be NAME:VALUE with a NAME of"),
         ("tp_comm_overlap:yes", "must be true or false"),
         ("fp8_margin:x", "invalid literal for int()"),
         ("fp8:e9", "must be one of e4m3, hybrid"),
@@ -49,6 +50,31 @@ def test_without_the_flag_they_are_rejected(tmp_path: Path) -> None:
 def test_wrong_words(tmp_path: Path, word: str, reported: str) -> None:
     (problem,) = problems_of(complete(tmp_path, FLAG, word))
     assert problem.flag == FLAG and reported in problem.message
+
+
+@pytest.mark.parametrize(
+    ("words", "reported"),
+    [
+        ("--bf16 --allow-untested fp16:true", "conflicts with --bf16"),
+        ("--allow-untested initial_loss_scale:64", "requires fp16:true"),
+        ("--allow-untested fp16:true loss_scale:0", "must be above 0"),
+        ("--allow-untested fp16:true hysteresis:-1", "must be above 0"),
+        ("--allow-untested fp16:true min_loss_scale:1e9", "must not be above initial_loss_scale"),
+    ],
+)
+def test_wrong_loss_scales(tmp_path: Path, words: str, reported: str) -> None:
+    (problem,) = problems_of(complete(tmp_path, *words.split()))
+    assert problem.flag == FLAG and reported in problem.message
+
+
+def test_fp16_reaches_every_config(tmp_path: Path) -> None:
+    config = parse_args(complete(tmp_path, FLAG, "fp16:true", "loss_scale_window:9"), 1)
+    megatron = config.megatron
+    assert megatron.transformer.fp16 and megatron.optimizer.fp16 and not megatron.transformer.bf16
+    assert megatron.transformer.params_dtype == megatron.optimizer.params_dtype == torch.float16
+    assert megatron.ddp.grad_reduce_in_fp32 and megatron.optimizer.loss_scale_window == 9
+    assert megatron.optimizer.initial_loss_scale == 2**16
+    assert function_args(config).fp16 is True
 
 
 def test_a_second_value_is_refused() -> None:
