@@ -7,7 +7,11 @@ is one of:
 
 - on a GPU, a CUDA IPC handle made by torch's reductions (--update-weight-transport cuda_ipc). The
   server must see that GPU under the same index. Handles are reference-counted, so every rank of a
-  server gets its own. Not covered by our tests, which have no GPU;
+  server gets its own. torch keeps the memory of a bucket until every server has closed it, and a
+  server closes it once its stream has read it; in addition a bucket stays referenced here until
+  every server has answered the next one (so has left the code that read it), and the last until
+  the update has ended. Nothing is collected before that: two buckets at a time. Not covered on a
+  GPU, which our tests do not have;
 - on a CPU, the bytes themselves (--update-weight-transport tensor). Shared memory would require
   common keys, or a helper process that outlives both.
 """
@@ -65,13 +69,20 @@ class NodeOrder:
         no further buckets. Returns errors by address."""
         failed: dict[str, str] = {}
         control = ControlClient(self.connect_s)
+        exported: Tensor | None = None  # the bucket before
         try:
             for bucket in weights.buckets():
                 left = {url: ranks for url, ranks in targets.items() if url not in failed}
                 failed |= self._send(control, bucket, left)
+                if self.as_handles:
+                    exported = bucket.flat
                 del bucket  # free it before the next one is built
         finally:
             control.close()
+            on_gpu = exported is not None and exported.is_cuda
+            del exported
+            if on_gpu:
+                torch.cuda.ipc_collect()  # what the servers closed after their last answer
         return failed
 
     def _send(
@@ -97,8 +108,6 @@ class NodeOrder:
 
         with ThreadPoolExecutor(len(targets)) as threads:
             answers = dict(zip(targets, threads.map(post, targets), strict=True))
-        if flat.is_cuda:
-            torch.cuda.ipc_collect()  # free memory of handles that the servers have closed
         return {url: error for url, error in answers.items() if error is not None}
 
 
@@ -156,7 +165,7 @@ def tensor_update(bucket: Bucket, flat: Tensor, version: int, ranks: int) -> dic
     """The request body of one bucket.
 
     Args:
-        flat: Its bytes; on a GPU they must stay alive until the server responds.
+        flat: Its bytes; on a GPU they must stay alive, see the module docstring.
         ranks: Server ranks, each of which opens its own entry.
     """
     metadata: list[SimpleNamespace] = []
@@ -171,7 +180,7 @@ def tensor_update(bucket: Bucket, flat: Tensor, version: int, ranks: int) -> dic
         metadata.append(entry)
         start = end
     content = {"flattened_tensor": flat, "metadata": metadata}
-    if flat.is_cuda:
+    if goes_as_handle(flat):
         entries = [_pickled(content, ForkingPickler) for _ in range(ranks)]
     else:
         entries = [_pickled(content, pickle.Pickler)] * ranks
@@ -183,6 +192,11 @@ def tensor_update(bucket: Bucket, flat: Tensor, version: int, ranks: int) -> dic
     if bucket.is_last:
         body["weight_version"] = str(version)
     return body
+
+
+def goes_as_handle(flat: Tensor) -> bool:
+    """Whether other processes can open this memory."""
+    return flat.is_cuda
 
 
 def _pickled(content: dict[str, object], pickler: type[pickle.Pickler]) -> str:
