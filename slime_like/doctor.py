@@ -224,7 +224,7 @@ def transformer_engine() -> list[str]:
         ]
     if not has_transformer_engine():
         return []
-    command = [sys.executable, "-c", "import transformer_engine.pytorch"]
+    command = [sys.executable, "-P", "-c", "import transformer_engine.pytorch"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode == 0:
         return []

@@ -65,7 +65,8 @@ class GradingWorker:
             environment = {k: v for k, v in os.environ.items() if k in _KEPT_ENVIRONMENT}
             environment["OMP_NUM_THREADS"] = "1"
         self.process = subprocess.Popen(
-            [sys.executable, "-c", _BOOT, json.dumps(sys.path), str(os.getpid())],
+            # -P: a json.py in the working folder takes the place of no library
+            [sys.executable, "-P", "-c", _BOOT, json.dumps(sys.path), str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -126,3 +126,28 @@ def test_files_in_the_working_folder_replace_no_library(tmp_path: Path) -> None:
         timeout=200,
     )
     assert "--nothing" in done.stderr and "taken from" not in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("settings", ['rm_type="exact_match"', 'custom_rm_path="reward.py:score"'])
+def test_nor_do_they_in_reward_workers(tmp_path: Path, settings: str) -> None:
+    """Which python -c starts. A reward of a user is found in that folder nevertheless."""
+    for name in ("logging", "json", "random", "types"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('taken from the working folder')\n")
+    (tmp_path / "reward.py").write_text("import json\ndef score(args, sample): return 1.0\n")
+    program = (
+        "import torch; from slime_like.rewards.grader import Grader; "
+        "from slime_like.types import Sample; mask = torch.ones(1, dtype=torch.bool); "
+        f"grader = Grader({settings}, rm_num_workers=1); "
+        "sample = Sample(group_id=0, sample_id=0, tokens=torch.tensor([1, 2]), response_length=1, "
+        "loss_mask=mask, text='p', response='1', label='1'); "
+        "print(grader.grade([sample])[0].reward); grader.close()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", program],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.stdout == "1.0\n", done.stdout + done.stderr
