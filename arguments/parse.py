@@ -296,12 +296,10 @@ def _sources(argv: Sequence[str], parser: LauncherParser) -> Sources:
 
 
 def _with_run_file(parsed: ParsedArgs, parser: LauncherParser, words: Sequence[str]) -> Sources:
-    run_file = ParsedArgs()
-    if "config" in parsed.values:
-        try:
-            run_file = read_run_file(parsed.values["config"], parser)
-        except ConfigError as error:
-            parsed.problems += error.problems
+    """Add the run file. Raises ConfigError if it cannot be read; reported alone, because what else
+    is wrong or missing depends on its settings."""
+    path = parsed.values.get("config")
+    run_file = ParsedArgs() if path is None else read_run_file(path, parser)
     return Sources(parsed, run_file, words)
 
 

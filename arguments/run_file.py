@@ -96,7 +96,7 @@ def read_section(
             near = None if is_section else _section_like(name, parser.table)
             if near is not None:
                 parsed.add_problem(f"{path}{key}", None, f"unknown section; did you mean {near}?")
-                continue
+                is_section = True  # so that its settings are not reported as missing
             read_section(content, "" if is_section else name, f"{path}{key}.", parser, parsed)
         else:
             line = key.line if isinstance(key, Key) else None

@@ -98,9 +98,11 @@ def test_a_path_is_no_name_of_the_hub(tmp_path: Path, path: str) -> None:
     ],
 )  # fmt: skip
 def test_no_yaml(tmp_path: Path, text: str, message: str) -> None:
+    """One problem, also where the file has all settings."""
     found = of_run_file(tmp_path, text)
     assert f"cannot be read: {message}" in found
     assert "unicode string" not in found and found.count("line 1") <= 1
+    assert problem_of(["--config", str(tmp_path / "run.yaml")]) == found
 
 
 @pytest.mark.parametrize("flag", ["--eval-config", "--custom-config-path"])
@@ -126,6 +128,14 @@ def test_no_yaml_in_other_files(tmp_path: Path, flag: str) -> None:
 )  # fmt: skip
 def test_sections_that_are_none(tmp_path: Path, text: str, message: str) -> None:
     assert of_run_file(tmp_path, text) == message
+
+
+def test_the_settings_of_a_misspelt_section_are_not_missing(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("rolout:\n  rollout_batch_size: 8\n  num_rollout: 3\n")
+    missing = ("--num-rollout", "--rollout-batch-size")
+    argv = complete(tmp_path, "--config", str(file), without=missing)
+    assert problem_of(argv) == "rolout: unknown section; did you mean rollout?"
 
 
 @pytest.mark.parametrize(
