@@ -3,8 +3,8 @@
     python benchmarks/bench_rewards.py [--against CHECKOUT] [--workers N] [--kind KIND]
         [--json out.json]
 
-With --against another checkout is measured in turns with this one: the same samples, which must get
-the same rewards there, and the ratio of the costs. 0.5 is half as expensive here, 1.2 is 20 % more.
+With --against another checkout is measured in turns with this one: the same samples, the ratio of
+the costs, and the rewards where they differ. 0.5 is half as expensive here, 1.2 is 20 % more.
 Processor time is that of this process, its workers and all that they have started, so that a loaded
 machine matters little. Workers are warm. Each number is the best of several rounds.
 """
@@ -133,8 +133,7 @@ def main() -> None:
         for _ in range(args.turns):
             for tree, of_tree in zip(trees, found, strict=True):
                 of_tree.append(_in_process(tree, kind, args.workers))
-        rewards = {one["reward"] for of_tree in found for one in of_tree}
-        assert len(rewards) == 1, f"{kind}: the checkouts differ in the reward: {rewards}"
+        rewards = [{one["reward"] for one in of_tree} for of_tree in found]
         best = [
             {name: min(one[name] for one in of_tree) for name in ("processor", "wall")}
             for of_tree in found
@@ -143,6 +142,8 @@ def main() -> None:
         line = f"{kind:20}  {1 / best[0]['processor']:18.0f}  {1 / best[0]['wall']:8.0f}"
         if len(trees) > 1:
             line += "".join(f"  {best[0][n] / best[1][n]:5.2f} {n}" for n in ("processor", "wall"))
+            if rewards[0] != rewards[1]:
+                line += f"  rewards {rewards[0]}, there {rewards[1]}"
         print(line, flush=True)
     write_json(args.json, results)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import shlex
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -22,6 +23,8 @@ from slime_like.advantages.registry import (
 from slime_like.config import Problem, flag_name
 from slime_like.environments.base import environment_maker
 from slime_like.losses.registry import PolicyLoss, policy_losses
+from slime_like.programs.environment import environment_without_keys
+from slime_like.programs.preloaded import Preloaded, python_program
 
 FUNCTION = "agent_function_path"
 COMMAND = "agent_command"
@@ -61,13 +64,29 @@ def check_agent_settings(s: Settings) -> list[Problem]:
         message = "requires the package sglang in this Python; or use a format without sglang:"
         problems += problem("agent_tool_format", config.agent_tool_format, message)
     if config.agent_command is not None:
-        try:
-            if not shlex.split(config.agent_command):
-                problems += problem(COMMAND, config.agent_command, "must name a program")
-        except ValueError as error:
-            message = f"not a valid command line: {error}"
-            problems += problem(COMMAND, config.agent_command, message)
+        problems += _check_agent_command(config.agent_command, config.agent_preload)
     return problems
+
+
+def _check_agent_command(line: str, modules: Sequence[str] | None) -> list[Problem]:
+    try:
+        command = shlex.split(line)
+    except ValueError as error:
+        return problem(COMMAND, line, f"not a valid command line: {error}")
+    if not command:
+        return problem(COMMAND, line, "must name a program")
+    if modules is None:
+        return []
+    try:
+        preloaded = Preloaded(python_program(command), modules, environment_without_keys())
+    except ValueError as error:
+        return problem(COMMAND, line, f"with --agent-preload: {error}")
+    try:
+        preloaded.start()
+    except RuntimeError as error:
+        return problem("agent_preload", " ".join(modules), str(error))
+    preloaded.close()
+    return []
 
 
 def _check_agent_function(path: str | None) -> list[Problem]:

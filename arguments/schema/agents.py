@@ -63,6 +63,15 @@ class AgentsConfig(CheckedSettings):
         "and mount namespaces, where this host can. Programs that need rights of root over files "
         "of other users need --no-agent-isolation.",
     )
+    agent_preload: list[str] | None = arg(
+        None,
+        "Modules that the Python program of --agent-command imports: they are imported once per "
+        "rank, and each episode is forked from that process in place of starting Python and "
+        "importing them again.",
+        nargs="+",
+        metavar="MODULE",
+        needs="agent_command",
+    )
     agent_environment: str | None = arg(
         None,
         "Text environment that the model interacts with: gymnasium:<id>?<option>=<value>, "

@@ -16,39 +16,40 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 from urllib.parse import urlsplit
 
 import psutil
 
-from slime_like.agents.apart import CANNOT_START
 from slime_like.checkpoints.scratch import scratch_folder
-from slime_like.rewards import confinement
+from slime_like.programs.apart import CANNOT_START
+from slime_like.programs.environment import environment_without_keys
+from slime_like.rewards import confinement, reaper
 
 if TYPE_CHECKING:
     from slime_like.agents.outputs import EpisodeOutputs
     from slime_like.agents.task import Task
+    from slime_like.programs.preloaded import Preloaded
 
 _BOOT = (
-    "import sys; sys.path.insert(0, sys.argv[1]); from slime_like.agents.apart import main; main()"
+    "import sys; sys.path.insert(0, sys.argv[1]); from slime_like.programs import apart; "
+    "apart.main()"
 )
 # files in the episode's folder
 TASK = "task.json"
 REWARD = "reward"
 MARK = "SLIME_LIKE_EPISODE"  # identifies processes of an episode that left its process group
 TAIL = 2000  # bytes of output to keep
-# the launcher's variables, which an agent must not mistake for its own
-_SECRETS = ("_KEY", "_TOKEN", "_SECRET", "_PASSWORD", "_ACCESS_KEY_ID")  # users' secrets
-_HIDDEN = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_",
-    "GROUP_",
-    "ROLE_",
-    "MASTER_",
-    "TORCHELASTIC_",
-    "TORCH_NCCL",
-)
+END_S = 10.0  # seconds for a program and all that it has started to end
+
+
+class Running(Protocol):
+    """A program: `asyncio.subprocess.Process`, or one that was forked."""
+
+    @property
+    def pid(self) -> int: ...
+
+    async def wait(self) -> int: ...
 
 
 def not_apart() -> str | None:
@@ -58,8 +59,7 @@ def not_apart() -> str | None:
         return None
     return (
         f"programs of episodes are not separated here (namespaces: {reason}): one can read the "
-        "keys and files of the others, and what it starts in a new session with an empty "
-        "environment outlives its episode"
+        "keys and files of the others, and kill them"
     )
 
 
@@ -69,6 +69,7 @@ async def run_command(
     *,
     apart: bool = True,
     outputs: EpisodeOutputs | None = None,
+    preloaded: Preloaded | None = None,
 ) -> float | None:
     """Run the program to its end.
 
@@ -76,6 +77,7 @@ async def run_command(
         command: The program and its arguments.
         apart: Separate it from the programs of other episodes (`apart.py`), where this host can.
         outputs: Keeps what the program prints, however it ends.
+        preloaded: Forks the program, in place of starting the command.
         task: The task, written to `task.json` in its folder; gateway URL and key are in the
             environment variables that the SDKs read.
 
@@ -94,36 +96,53 @@ async def run_command(
         names = ("prompt", "label", "metadata", "evaluation", "seed")
         row = {name: getattr(task, name) for name in names}
         (folder / TASK).write_text(json.dumps(row, default=str))
-        if apart and not_apart() is None:
-            start = [sys.executable, "-I", "-S", "-c", _BOOT, confinement.package_root()]
-            command = [*start, _all_episodes(), path, *command]
-        try:
-            process = await asyncio.create_subprocess_exec(
-                *command,
-                cwd=folder,
-                env=environment(task),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=output,
-                stderr=asyncio.subprocess.STDOUT,
-                start_new_session=True,
-            )
-        except OSError as error:
-            raise RuntimeError(f"cannot be started: {error}") from error
+        everyone = _all_episodes() if apart and not_apart() is None else ""
+        process: Running
+        if preloaded is not None:
+            process = await preloaded.fork(everyone, path, environment(task), output.fileno())
+        else:
+            process = await _start([everyone, path, *command], task, output.fileno())
         try:
             status = await process.wait()
         finally:
-            kill_all(process.pid, task.api_key)
+            await asyncio.shield(_end(process, task.api_key))
             if outputs is not None:
                 outputs.write(task, output.fileno())
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            await asyncio.shield(process.wait())
         if status:
             end = _output_tail(output.fileno())
             if end.startswith(CANNOT_START):
                 raise RuntimeError(end.removeprefix("slime_like: "))
             raise RuntimeError(f"exit status {status}: {end}")
         return read_reward(folder / REWARD)
+
+
+async def _start(arguments: Sequence[str], task: Task, output: int) -> asyncio.subprocess.Process:
+    """Start a program. arguments: of `apart.main`."""
+    start = [sys.executable, "-I", "-S", "-c", _BOOT, confinement.package_root()]
+    try:
+        return await asyncio.create_subprocess_exec(
+            *start,
+            *arguments,
+            env=environment(task),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=output,
+            stderr=asyncio.subprocess.STDOUT,
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise RuntimeError(f"cannot be started: {error}") from error
+
+
+async def _end(process: Running, mark: str) -> None:
+    """End a program with all that it has started, also where it has killed what ends it."""
+    waiting = asyncio.ensure_future(process.wait())
+    for number, limit_s in ((reaper.END, END_S), (signal.SIGKILL, 1.0)):
+        if not waiting.done():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(process.pid, number)
+            await asyncio.wait({waiting}, timeout=limit_s)
+    waiting.cancel()
+    kill_marked(mark)
 
 
 @functools.cache
@@ -136,11 +155,7 @@ def _all_episodes() -> str:
 
 def environment(task: Task) -> dict[str, str]:
     """Environment of the process: gateway URL and the key of this episode."""
-    variables = {
-        k: v
-        for k, v in os.environ.items()
-        if not k.startswith(_HIDDEN) and not k.upper().endswith(_SECRETS)
-    }
+    variables = environment_without_keys()
     host = urlsplit(task.url).hostname or ""
     for name in ("NO_PROXY", "no_proxy"):  # connect to the gateway directly
         variables[name] = ",".join(filter(None, (variables.get(name), host)))
@@ -159,10 +174,8 @@ def _output_tail(output: int) -> str:
     return os.pread(output, TAIL, start).decode("utf-8", "replace").strip()
 
 
-def kill_all(leader: int, mark: str) -> None:
-    """Kill the process's session, and every process that has the mark in its environment."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(leader, signal.SIGKILL)
+def kill_marked(mark: str) -> None:
+    """Kill every process that has the mark in its environment."""
     uid = os.getuid()
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):

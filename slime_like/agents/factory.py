@@ -33,6 +33,8 @@ from slime_like.environments.base import FLAG as ENVIRONMENT
 from slime_like.environments.base import environment_maker
 from slime_like.import_utils import load_function
 from slime_like.logs import warn_rank_0
+from slime_like.programs.environment import environment_without_keys
+from slime_like.programs.preloaded import Preloaded, python_program
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -57,9 +59,14 @@ def _make_agent(config: AgentsConfig, output_dir: Path) -> _Agent | None:
         if config.agent_isolation and (problem := not_apart()) is not None:
             warn_rank_0(logger, f"{AGENT_COMMAND}: {problem}")
         outputs = EpisodeOutputs(output_dir)
+        preloaded: Preloaded | None = None
+        if (modules := config.agent_preload) is not None:
+            preloaded = Preloaded(python_program(command), modules, environment_without_keys())
 
         async def play(task: Task) -> float | None:
-            return await run_command(command, task, apart=config.agent_isolation, outputs=outputs)
+            return await run_command(
+                command, task, apart=config.agent_isolation, outputs=outputs, preloaded=preloaded
+            )
 
         return _Agent(f"{AGENT_COMMAND} {line!r}", play)
     if (spec := config.agent_environment) is not None:

@@ -51,6 +51,7 @@ LAYERS = (
         "slime_like.environments",
         "slime_like.losses",
         "slime_like.megatron.ops",
+        "slime_like.programs",
         "slime_like.rewards",
         "slime_like.weight_sync.transports.base",
         "slime_like.weights.families",

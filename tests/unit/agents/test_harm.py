@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -30,6 +31,7 @@ from slime_like.agents.tool_calls import FORMATS, parse
 from slime_like.engines.base import GenerateOutput, GenerateRequest, SamplingParams
 from slime_like.rewards import confinement
 from slime_like.types import Prompt, Sample, SampleStatus
+from tests.paths import ROOT
 from tests.unit.agents.test_server import (
     END,
     TOKENIZER,
@@ -99,7 +101,7 @@ needs_namespaces = pytest.mark.skipif(not_apart() is not None, reason=str(not_ap
 
 @pytest.mark.parametrize("apart", [False, pytest.param(True, marks=needs_namespaces)])
 def test_a_process_that_hides_does_not_hold_the_episode(tmp_path: Path, apart: bool) -> None:
-    """And ends with it, where its namespace does."""
+    """And ends with it, with namespaces and without."""
     hidden = tmp_path / "beats"
     line = f"env -i setsid sh -c 'while :; do date >> {hidden}; sleep 0.05; done' & echo $! > {tmp_path}/pid; sleep 60"
 
@@ -116,10 +118,39 @@ def test_a_process_that_hides_does_not_hold_the_episode(tmp_path: Path, apart: b
         size = hidden.stat().st_size
         assert size > 0, "it ran"
         time.sleep(0.5)
-        assert (hidden.stat().st_size == size) == apart
+        assert hidden.stat().st_size == size
     finally:
         if not apart:  # otherwise the number is one of its own namespace
-            os.kill(int((tmp_path / "pid").read_text()), 9)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int((tmp_path / "pid").read_text()), 9)
+
+
+@pytest.mark.parametrize("apart", [False, pytest.param(True, marks=needs_namespaces)])
+def test_programs_end_with_a_run_that_is_killed(tmp_path: Path, apart: bool) -> None:
+    """With SIGKILL, so that the run can end nothing itself."""
+    beats = tmp_path / "beats"
+    line = f"while :; do date >> {beats}; sleep 0.05; done"
+    program = (
+        "import asyncio; from tests.unit.agents.test_harm import program_task, run_command; "
+        f"asyncio.run(run_command(['sh', '-c', {line!r}], program_task(), apart={apart}))"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT) as run:
+        try:
+            end = time.monotonic() + 60
+            while not beats.exists() and time.monotonic() < end:
+                time.sleep(0.05)
+        finally:
+            run.kill()
+    time.sleep(0.5)
+    size = beats.stat().st_size
+    time.sleep(0.5)
+    assert beats.stat().st_size == size > 0
+
+
+def test_a_program_that_ends_its_process_group_ends_as_it_says() -> None:
+    """As a shell script's `trap "kill 0" EXIT`."""
+    with pytest.raises(RuntimeError, match=r"exit status 143: begun$"):
+        asyncio.run(run_command(["sh", "-c", "echo begun; kill -TERM 0; sleep 60"], program_task()))
 
 
 SPY = """
@@ -190,7 +221,7 @@ def test_how_a_program_ends(apart: bool) -> None:
 
 def test_what_a_host_cannot_enforce_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(confinement, "_missing", {"namespaces": "left out"})
-    assert "one can read the keys and files of the others" in str(not_apart())
+    assert "one can read the keys and files of the others, and kill them" in str(not_apart())
     assert asyncio.run(run_command(["sh", "-c", "echo 1 > reward"], program_task())) == 1.0
 
 

@@ -1,0 +1,1 @@
+"""Programs of episodes: processes that are separated from each other, started or forked."""
