@@ -20,7 +20,14 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from arguments.hf.model import read_hf_model  # noqa: E402
-from slime_like.cli.tiny_model import make_tokenizer  # noqa: E402
+from slime_like.cli.tiny_model import (  # noqa: E402
+    IMAGE,
+    IMAGE_END,
+    IMAGE_START,
+    image_template,
+    make_tokenizer,
+    save_image_processor,
+)
 from slime_like.weights.families import ModelFamily, model_families  # noqa: E402
 from slime_like.weights.published import as_published  # noqa: E402
 
@@ -29,6 +36,17 @@ SIZES: dict[str, Any] = {
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512},
     **{"initializer_range": 0.1, "tie_word_embeddings": False, "attention_dropout": 0.0},
     **{"bos_token_id": None, "pad_token_id": None},
+}
+# keys about images, which are beside `text_config`
+IMAGE_KEYS = (
+    *("image_token_id", "vision_start_token_id", "vision_end_token_id"),
+    *("image_token_index", "boi_token_index", "eoi_token_index", "mm_tokens_per_image"),
+)
+# of a tower of Qwen's: three colours, a feature for 8 x 8 pixels
+PATCH_TOWER = {"in_channels": 3, "patch_size": 4, "spatial_merge_size": 2}
+WHOLE_IMAGE_TOWER = {
+    **{"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 24},
+    **{"num_attention_heads": 2, "image_size": 16, "patch_size": 4},
 }
 
 
@@ -61,19 +79,57 @@ def tiny_settings(family: ModelFamily, **changes: Any) -> dict[str, Any]:
     if not family.text_config:
         return settings
     vision = settings.pop("vision_config")
-    return {"text_config": settings, "vision_config": vision, "tie_word_embeddings": False}
+    of_images = {key: settings.pop(key) for key in IMAGE_KEYS if key in settings}
+    tied = bool(settings["tie_word_embeddings"])
+    return {
+        "text_config": settings,
+        "vision_config": vision,
+        "tie_word_embeddings": tied,
+        **of_images,
+    }
 
 
-def make_tiny_model(like: str, folder: Path, *, seed: int = 1, **changes: Any) -> Any:
-    """Make a model of transformers' class and save it in `folder` with its tokenizer. changes: keys
-    of config.json to override. Raises ValueError for an unknown `like`."""
+def image_settings(family: ModelFamily, tokenizer: Any) -> dict[str, Any]:
+    """Keys of a tiny model that takes images: the ids of its tokens, and a tower for colours."""
+    start, place, end = tokenizer.convert_tokens_to_ids([IMAGE_START, IMAGE, IMAGE_END])
+    if takes_whole_images(family):
+        ids = {"boi_token_index": start, "eoi_token_index": end, "image_token_index": place}
+        return ids | {"mm_tokens_per_image": 4, "vision_config": {**WHOLE_IMAGE_TOWER}}
+    ids = {"vision_start_token_id": start, "vision_end_token_id": end, "image_token_id": place}
+    tower = {**dict(family.tiny["vision_config"]), **PATCH_TOWER}  # type: ignore[call-overload]
+    return ids | {"vision_config": tower}
+
+
+def takes_whole_images(family: ModelFamily) -> bool:
+    """Whether the tower takes images of one size, as opposed to any number of patches."""
+    return family.model_type == "gemma3"
+
+
+def make_tiny_model(
+    like: str, folder: Path, *, seed: int = 1, images: bool = False, **changes: Any
+) -> Any:
+    """Make a model of transformers' class and save it in `folder` with its tokenizer.
+
+    Args:
+        images: Make its vision tower one for pictures, and save an image processor.
+        changes: Keys of config.json to override.
+
+    Raises:
+        ValueError: For an unknown `like`, or one without a vision tower with `images`.
+    """
     import torch
     from safetensors.torch import load_file, save_file
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     family = family_of(like)
-    tokenizer = make_tokenizer()
+    if images and not family.text_config:
+        raise ValueError(f"--images: {like} has no vision tower")
+    tokenizer = make_tokenizer(images=images)
     keys = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id}
+    if images:
+        keys |= image_settings(family, tokenizer)
+        if takes_whole_images(family):
+            tokenizer.chat_template = image_template(IMAGE_START)
     settings = tiny_settings(family, **(keys | changes))
     model_type = family.same_as or family.model_type
     config = AutoConfig.for_model(model_type, **settings, dtype=torch.float32)
@@ -84,6 +140,8 @@ def make_tiny_model(like: str, folder: Path, *, seed: int = 1, **changes: Any) -
     randomize(model)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    if images:
+        save_image_processor(folder, config.vision_config.to_dict())
     weights = folder / "model.safetensors"
     tensors = published_tensors(type(model).__name__, load_file(weights))
     save_file(tensors, weights, metadata={"format": "pt"})
@@ -165,6 +223,9 @@ def main() -> int:
     parser.add_argument("--output-dir", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
+        "--images", action="store_true", help="with an image processor and a tower for pictures"
+    )
+    parser.add_argument(
         "--set", nargs="*", default=[], metavar="KEY=JSON", help="keys of config.json"
     )
     parser.add_argument("--import-modules", nargs="*", default=[], help="families of your own")
@@ -173,7 +234,9 @@ def main() -> int:
         importlib.import_module(module)
     try:
         changes = {key: json.loads(value) for key, _, value in (s.partition("=") for s in args.set)}
-        model = make_tiny_model(args.like, args.output_dir, seed=args.seed, **changes)
+        model = make_tiny_model(
+            args.like, args.output_dir, seed=args.seed, images=args.images, **changes
+        )
     except ValueError as error:
         parser.error(str(error))
     print(f"{args.output_dir}: {type(model).__name__}, {model.num_parameters():,} parameters")

@@ -18,3 +18,15 @@ def class_for_text(config: PretrainedConfig) -> Any:
     ):
         return AutoModelForImageTextToText
     return AutoModelForCausalLM
+
+
+def class_for_images(config: PretrainedConfig) -> Any:
+    """AutoModelForImageTextToText. Raises ValueError if transformers' class of the model takes no
+    images."""
+    from transformers import AutoModelForImageTextToText
+
+    if type(config) not in AutoModelForImageTextToText._model_mapping:
+        raise ValueError(
+            f"--multimodal-keys: transformers has no class of {config.model_type} that takes images"
+        )
+    return AutoModelForImageTextToText

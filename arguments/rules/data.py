@@ -7,6 +7,7 @@ from arguments.hf.hub import download_hint
 from arguments.rules.base import TASK_PREFIX, Rule, Settings, problem
 from arguments.rules.distillation import SLIME_REWARD
 from arguments.rules.rows import file_of, first_keys
+from arguments.rules.scheduling import OWN_ROLLOUT
 from slime_like.config import Problem
 from slime_like.rewards import task
 from slime_like.rewards.custom import load_function
@@ -54,9 +55,9 @@ def check_images(s: Settings) -> list[Problem]:
     keys = s.data.multimodal_keys
     if keys is None:
         return []
-    others = sorted(keys.keys() - {"image"})
-    if others or not keys.get("image"):
-        what = f"{', '.join(map(repr, others))} is not offered; " if others else ""
+    kinds = sorted(keys.keys() - {"image"})
+    if kinds or not keys.get("image"):
+        what = f"{', '.join(map(repr, kinds))} is not offered; " if kinds else ""
         return problem("multimodal_keys", None, what + """must be like '{"image": "images"}'""")
     if s.model.hf_checkpoint is None:
         return problem("multimodal_keys", None, "requires --hf-checkpoint with an image processor")
@@ -66,8 +67,14 @@ def check_images(s: Settings) -> list[Problem]:
         return problem("multimodal_keys", None, message)
     if True:  # until the engine and the model take images
         return problem("multimodal_keys", None, "is not complete yet")
-    if s.distillation.teaches_itself:
-        return problem("multimodal_keys", None, "cannot be combined with --opd-type self")
+    others = {
+        "--opd-type self": s.distillation.teaches_itself,
+        "--opd-teacher-url": s.distillation.served,
+        "--data-source-path": s.scheduling.data_source_path is not None,
+        "--rollout-function-path": s.scheduling.rollout_function_path not in (None, OWN_ROLLOUT),
+    }
+    if given := [flag for flag, holds in others.items() if holds]:
+        return problem("multimodal_keys", None, f"cannot be combined with {given[0]}")
     return []
 
 

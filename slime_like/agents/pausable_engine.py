@@ -42,7 +42,7 @@ class Unfinished:
         key = f"{self.request.seed}@{len(tokens)}".encode()
         seed = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 1
         prompt = (*self.request.prompt_tokens, *tokens)
-        return GenerateRequest(self.request.sample_id, prompt, seed)
+        return replace(self.request, prompt_tokens=prompt, seed=seed)
 
 
 class PausableEngine:

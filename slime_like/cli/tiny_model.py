@@ -25,18 +25,23 @@ CHAT_TEMPLATE = (
     "{% for m in messages %}{{ '<|user|>' if m.role == 'user' else '<|assistant|>' }}"
     "{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-# the same, for contents with images
-IMAGE_TEMPLATE = CHAT_TEMPLATE.replace(
-    "{{ m.content }}",
-    "{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
-    f"{{% if part.type == 'image' %}}{IMAGE_START}{IMAGE}{IMAGE_END}"
-    "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}",
-)
+
+
+def image_template(written: str) -> str:
+    """`CHAT_TEMPLATE` for contents with images. written: what it writes for an image."""
+    parts = (
+        "{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
+        f"{{% if part.type == 'image' %}}{written}"
+        "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}"
+    )
+    return CHAT_TEMPLATE.replace("{{ m.content }}", parts)
 
 
 def make_tokenizer(*, images: bool = False) -> PreTrainedTokenizerFast:
-    """A tokenizer with one token per printable ASCII character, and a few special tokens, among
-    them those of images."""
+    """A tokenizer with one token per printable ASCII character, and a few special tokens.
+
+    images: Also those of images, which the chat template writes as Qwen's does.
+    """
     special = [END, PAD, USER, ASSISTANT, UNKNOWN]
     of_images = [IMAGE_START, IMAGE, IMAGE_END] if images else []
     characters = sorted(set(string.printable) - set("\t\r\x0b\x0c"))
@@ -46,29 +51,36 @@ def make_tokenizer(*, images: bool = False) -> PreTrainedTokenizerFast:
         pad_token=PAD,
         unk_token=UNKNOWN,
         additional_special_tokens=[USER, ASSISTANT, *of_images],
-        chat_template=IMAGE_TEMPLATE if images else CHAT_TEMPLATE,
+        chat_template=image_template(IMAGE_START + IMAGE + IMAGE_END) if images else CHAT_TEMPLATE,
     )
 
 
 def save_image_processor(
     folder: Path, vision: Mapping[str, Any], *, min_pixels: int = 1, max_pixels: int = 2**20
 ) -> None:
-    """Write the settings of transformers' image processor for a tower of Qwen's.
+    """Write the settings of transformers' image processor for a tower: Qwen's, which take patches,
+    or SigLIP, which takes whole images.
 
     Args:
         folder: Of the model.
         vision: Its `vision_config`.
-        min_pixels, max_pixels: Images beyond them are made larger or smaller.
+        min_pixels, max_pixels: Images of patches beyond them are made larger or smaller.
     """
-    settings = {
-        "image_processor_type": "Qwen2VLImageProcessor",
-        "patch_size": vision["patch_size"],
-        "merge_size": vision["spatial_merge_size"],
-        "temporal_patch_size": vision["temporal_patch_size"],
-        "size": {"shortest_edge": min_pixels, "longest_edge": max_pixels},
-        "image_mean": [0.5] * 3,
-        "image_std": [0.5] * 3,
-    }
+    settings: dict[str, Any] = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    if "spatial_merge_size" in vision:
+        settings |= {
+            "image_processor_type": "Qwen2VLImageProcessor",
+            "patch_size": vision["patch_size"],
+            "merge_size": vision["spatial_merge_size"],
+            "temporal_patch_size": vision["temporal_patch_size"],
+            "size": {"shortest_edge": min_pixels, "longest_edge": max_pixels},
+        }
+    else:
+        size = vision["image_size"]
+        settings |= {
+            "image_processor_type": "Gemma3ImageProcessor",
+            "size": {"height": size, "width": size},
+        }
     path = folder / "preprocessor_config.json"
     path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 

@@ -16,13 +16,15 @@ import asyncio
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeAlias
 
 from torch import Tensor
 
 from slime_like.config import GREEDY_OR_TEMPERATURE
+from slime_like.images.encoded import EncodedImage
 
 FinishReason = Literal["stop", "length", "abort"]
+PromptKey: TypeAlias = tuple[tuple[int, ...], tuple[str, ...]]  # tokens, digests of images
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,13 @@ class GenerateRequest:
     sample_id: int  # unique over the run
     prompt_tokens: tuple[int, ...]
     seed: int  # any 64-bit integer
+    # of the prompt, in the order of their placeholders, of which there are as many as features
+    images: tuple[EncodedImage, ...] = ()
+
+    @property
+    def prompt(self) -> PromptKey:
+        """What the prompt consists of, to find equal ones."""
+        return self.prompt_tokens, tuple(image.digest for image in self.images)
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,6 +95,15 @@ def decode(image: EncodedImage, limits: ImageLimits) -> Image:
     return _within(limits.decode_s, lambda: _decode(image.data, limits))
 
 
+def encode(image: Image) -> EncodedImage:
+    """An image of Pillow's as a PNG file. Raises ImageProblem."""
+    file = io.BytesIO()
+    if not hasattr(image, "save"):
+        raise ImageProblem(f"a {type(image).__name__} is no image of PIL")
+    image.save(file, "PNG")
+    return EncodedImage(file.getvalue())
+
+
 def _check_bytes(count: int, limits: ImageLimits) -> None:
     if count == 0:
         raise ImageProblem("the image is empty")

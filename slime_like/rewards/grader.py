@@ -446,6 +446,7 @@ def _reward_sample(sample: Sample) -> SlimeSample:
         loss_mask=sample.loss_mask.int().tolist(),
         status=SlimeSample.Status(str(sample.status)),
         metadata=metadata,
+        images=sample.images,
     )
     vars(converted).update(added)
     return converted

@@ -32,6 +32,7 @@ from slime_like.engines.base import (
     GenerationClient,
     SamplingParams,
 )
+from slime_like.images.encoded import EncodedImage
 from slime_like.rewards.limit import to_reward
 from slime_like.samples.routed_experts import join_routed_experts, pad_routed_experts
 from slime_like.samples.sampling_mask import empty_sampling_mask, pad_sampling_mask
@@ -82,6 +83,8 @@ class Episode:
     # sampling_mask, routed_experts: as in `GenerateOutput`, up to the last generated token
     sampling_mask: list[Tensor] | None = None
     routed_experts: Tensor | None = None
+    # of prompt and observations, in the order of their placeholders
+    images: list[EncodedImage] = field(default_factory=list)
     reward: float | None = None
     last: FinishReason | None = None  # finish reason of the last turn
     failure: str | None = None
@@ -165,6 +168,7 @@ class Model:
             episode.sample_id,
             (*episode.prompt_tokens, *episode.tokens),
             self.seed_of(episode.sample_id, len(episode.tokens)),
+            tuple(episode.images),
         )
         output = await self.engine.generate_one(request, sampling)
         episode.append(output)
@@ -316,6 +320,7 @@ def episode_of(
         limit=sampling.max_new_tokens,
         encode=lambda text: tokenizer(text, add_special_tokens=False)["input_ids"],
         evaluation=evaluation,
+        images=list(sample.images),
     )
 
 
@@ -362,6 +367,7 @@ def sample_of(episode: Episode, sample: Sample, model: Model) -> Sample:
         reward=None if failed else reward,
         response=model.text_of(episode.tokens, stopped=episode.last == "stop"),
         metadata=metadata,
+        images=tuple(episode.images),
     )
 
 

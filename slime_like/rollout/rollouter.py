@@ -228,6 +228,7 @@ class Rollouter:
                     s.sample_id,
                     tuple(s.tokens.tolist()),
                     self.seed_of(purpose, s.sample_id, s.response_length),
+                    s.images,
                 )
                 for s in chunk
             ]

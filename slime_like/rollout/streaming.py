@@ -142,7 +142,8 @@ class Responder:
         if room <= 0:
             return replace(sample, status=SampleStatus.TRUNCATED)
         seed = self.seed_of(sample.sample_id, sample.response_length)
-        request = GenerateRequest(sample.sample_id, tuple(sample.tokens.tolist()), seed)
+        tokens = tuple(sample.tokens.tolist())
+        request = GenerateRequest(sample.sample_id, tokens, seed, sample.images)
         output = await self.generate_one(request, replace(sampling, max_new_tokens=room))
         return self.rollouter.append_output(sample, output, sampling)
 

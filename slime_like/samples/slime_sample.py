@@ -7,6 +7,9 @@ from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
+from slime_like.images.encoded import EncodedImage
+from slime_like.images.files import DEFAULT_LIMITS, decode, encode
+
 if TYPE_CHECKING:
     from slime_like.engines.base import GenerateOutput
     from slime_like.function_args import FunctionArgs
@@ -45,8 +48,41 @@ class SlimeSample:
     status: Status = Status.PENDING
     metadata: dict[str, Any] = field(default_factory=dict)
     rollout_id: int | None = None  # shared by the sequences of one episode
+    # files of the images, in the order of their placeholders in `tokens`; see `multimodal_inputs`
+    images: tuple[EncodedImage, ...] = ()
     # in order; internal, not to be modified
     engine_outputs: list[GenerateOutput] = field(default_factory=list, repr=False, compare=False)
+    # of `multimodal_inputs`, once a function has used it; then `images` are those of the start
+    _pictures: dict[str, list[Any]] | None = field(default=None, repr=False, compare=False)
+    # the pictures that were decoded, with their files
+    _decoded: list[tuple[Any, EncodedImage]] = field(
+        default_factory=list, repr=False, compare=False
+    )
+
+    @property
+    def multimodal_inputs(self) -> dict[str, list[Any]] | None:
+        """slime's: ``{"images": [...]}`` with PIL's images, decoded when a function first asks;
+        None without images. What a function adds to the list belongs to the sample."""
+        if self._pictures is None and self.images:
+            self._decoded = [(decode(image, DEFAULT_LIMITS), image) for image in self.images]
+            self._pictures = {"images": [picture for picture, _ in self._decoded]}
+        return self._pictures
+
+    @multimodal_inputs.setter
+    def multimodal_inputs(self, value: dict[str, list[Any]] | None) -> None:
+        self._pictures = {"images": []} if value is None else value
+
+    @property
+    def image_files(self) -> tuple[EncodedImage, ...]:
+        """The files of all images. Raises ImageProblem for what is no image."""
+        if self._pictures is None:
+            return self.images
+        return tuple(map(self._file_of, self._pictures.get("images") or []))
+
+    def _file_of(self, picture: Any) -> EncodedImage:
+        """Its own file, or a new one for a picture that a function has made."""
+        own = (image for decoded, image in self._decoded if decoded is picture)
+        return next(own, None) or encode(picture)
 
     def get_reward_value(self, args: FunctionArgs) -> Any:
         """The reward to train on: that of --reward-key if the reward is a dict."""
@@ -69,8 +105,10 @@ class SlimeSample:
         self.status = _STATUS_OF_REASON.get(str(reason), self.status)
 
     def to_dict(self) -> dict[str, Any]:
-        """All attributes; the status as text."""
-        values = {name: value for name, value in vars(self).items() if name != "engine_outputs"}
+        """All attributes; the status as text; images only where there are any."""
+        values = {name: value for name, value in vars(self).items() if name not in _INTERNAL}
+        if not self.images:
+            del values["images"]
         return values | {"status": self.status.value}
 
     @classmethod
@@ -82,6 +120,7 @@ class SlimeSample:
         return sample
 
 
+_INTERNAL = ("engine_outputs", "_pictures", "_decoded")
 _FIELDS = frozenset(field.name for field in fields(SlimeSample))
 _STATUS_OF_REASON = {
     "stop": SlimeSample.Status.COMPLETED,

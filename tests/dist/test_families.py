@@ -481,7 +481,7 @@ def test_experts_of_prediction_layers_in_one_tensor(
 
 def test_glm_flash_as_transformers_saves_it(alone: Any, tmp_path: Path) -> None:
     """Its class derives head_dim, and does not save it; 2048 channels are no multiple of 20 heads."""
-    sizes = {"hidden_size": 32, "num_attention_heads": 3, "num_key_value_heads": 3}
+    sizes: dict[str, Any] = {"hidden_size": 32, "num_attention_heads": 3, "num_key_value_heads": 3}
     make_tiny_model("Glm4MoeLiteForCausalLM", tmp_path / "saved", **sizes)
     saved = json.loads((tmp_path / "saved" / "config.json").read_text())
     assert "head_dim" not in saved, "what this test is about"

@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -88,7 +89,7 @@ def test_a_checkpoint_continues_under_another_release_and_back(
     [("DeepseekV3ForCausalLM", {"num_nextn_predict_layers": 1}), ("Qwen3NextForCausalLM", {})],
 )
 def test_so_do_experts_and_a_layer_of_multi_token_prediction(
-    family: str, settings: dict[str, int], other: str, tmp_path: Path
+    family: str, settings: dict[str, Any], other: str, tmp_path: Path
 ) -> None:
     """With latent attention, and with gated delta nets, whose tensors have their own names."""
     for name, seed in (("model", 3), ("ref", 4)):

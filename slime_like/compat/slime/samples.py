@@ -20,6 +20,8 @@ from arguments.function_args import function_args
 from slime_like.data.tokenizer import response_text
 from slime_like.engines.base import GenerateOutput
 from slime_like.function_args import FunctionArgs, is_plain
+from slime_like.images.encoded import EncodedImage
+from slime_like.images.files import ImageProblem
 from slime_like.rewards.limit import to_reward
 from slime_like.samples.slime_sample import SlimeSample
 from slime_like.types import (
@@ -77,6 +79,7 @@ def to_slime(sample: Sample) -> SlimeSample:
         status=_TO_SLIME.get(sample.status, SlimeSample.Status.PENDING),
         metadata=user_metadata(sample),
         rollout_id=sample.sample_id,
+        images=sample.images,
     )
     vars(converted).update(sample.metadata.get(SAMPLE_ATTRIBUTES, {}))
     if sample.response_length:
@@ -200,7 +203,15 @@ def from_slime(
         reward=_reward(result, args, place),
         response=text,
         metadata=dict(result.metadata) | _internal(result, sample) | _details(result, args),
+        images=_images(result, place),
     )
+
+
+def _images(result: SlimeSample, place: str) -> tuple[EncodedImage, ...]:
+    try:
+        return result.image_files
+    except ImageProblem as problem:
+        raise ValueError(f"{place}: multimodal_inputs: {problem}") from problem
 
 
 def _checked_mask(

@@ -114,7 +114,7 @@ class Batcher:
             self._waiting.remove(pending)
         return sorted(
             batch,
-            key=lambda pending: (len(pending.request.prompt_tokens), pending.request.prompt_tokens),
+            key=lambda pending: (len(pending.request.prompt_tokens), pending.request.prompt),
         )
 
 

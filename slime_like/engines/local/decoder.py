@@ -9,7 +9,7 @@ depends on its seed only.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -24,7 +24,16 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from slime_like.engines.base import FinishReason, GenerateOutput, GenerateRequest, SamplingParams
+from slime_like.engines.base import (
+    FinishReason,
+    GenerateOutput,
+    GenerateRequest,
+    PromptKey,
+    SamplingParams,
+)
+from slime_like.images.inputs import concatenate
+from slime_like.images.processor import ImageProcessor
+from slime_like.images.rows import AXES, image_rows
 from slime_like.samples.routed_experts import pad_routed_experts
 
 
@@ -51,6 +60,8 @@ class Decoder:
         device: torch.device,
         end_ids: frozenset[int],
         version: Callable[[], int],
+        *,
+        images: ImageProcessor | None = None,
     ) -> None:
         """
         Args:
@@ -59,6 +70,7 @@ class Decoder:
             device: Device of the model.
             end_ids: Tokens that end a response.
             version: Returns the current weight version; called at every token.
+            images: The model's image processor, if prompts may have images.
         """
         self.routed_experts = RouteRecorder(model)
         self._model = model
@@ -66,6 +78,9 @@ class Decoder:
         self._device = device
         self._end_ids = end_ids
         self._version = version
+        self._images = images
+        # a placeholder without an image is never sampled, since no model could read it again
+        self._never = () if images is None else (images.rule.image_token,)
 
     def free(self) -> None:
         """Release the model; no decoding afterwards."""
@@ -81,14 +96,14 @@ class Decoder:
         """Decode B requests in one batch. Yields after every token: newly finished outputs by
         index. aborted: sample ids to abort, read after every token."""
         rows = [_Row() for _ in requests]
-        prompts = [request.prompt_tokens for request in requests]
+        prompts = [request.prompt for request in requests]
         stop_ids = frozenset(sampling.stop_token_ids)
         if not sampling.ignore_end_tokens:
             stop_ids |= self._end_ids
         uniforms = draw_uniforms([r.seed for r in requests], sampling.max_new_tokens)  # (B, N)
         uniforms = uniforms.to(self._device)
         with self.routed_experts.recording(sampling.report_routed_experts):
-            logits, cache, mask, positions = self._prefill(prompts, sampling.max_new_tokens)
+            logits, cache, mask, positions = self._prefill(requests, sampling.max_new_tokens)
         if sampling.report_routed_experts:
             for record, routed_experts in zip(
                 rows, self.routed_experts.of_prompts(prompts), strict=True
@@ -122,7 +137,10 @@ class Decoder:
             positions = positions + 1
             with self.routed_experts.recording(sampling.report_routed_experts):
                 logits = self._forward(
-                    tokens[:, None], mask[:, : prompt_width + step + 1], positions, cache
+                    tokens[:, None],
+                    mask[:, : prompt_width + step + 1],
+                    cache,
+                    {"position_ids": positions},
                 )
             if sampling.report_routed_experts:
                 for row, routed_experts in zip(
@@ -140,11 +158,11 @@ class Decoder:
             uniforms: [B].
         """
         if reports_sampling_mask(sampling):
-            tokens, log_probs, kept = sample_from_sets(logits, uniforms, sampling)
+            tokens, log_probs, kept = sample_from_sets(logits, uniforms, sampling, self._never)
             for row, members in zip(rows, kept.cpu(), strict=True):
                 row.sampling_mask.append(members.nonzero()[:, 0].int())
         else:
-            tokens, log_probs = sample_tokens(logits, uniforms, sampling)
+            tokens, log_probs = sample_tokens(logits, uniforms, sampling, self._never)
         # one read for both, the only wait for a GPU: float64 holds tokens and float32 exactly
         both = torch.stack([tokens.double(), log_probs.float().double()]).tolist()
         for row, token, log_prob in zip(rows, *both, strict=True):
@@ -154,40 +172,50 @@ class Decoder:
         return tokens
 
     def _prefill(
-        self, prompts: Sequence[tuple[int, ...]], max_new_tokens: int
+        self, requests: Sequence[GenerateRequest], max_new_tokens: int
     ) -> tuple[Tensor, DynamicCache, Tensor, Tensor]:
         """Compute each distinct prompt once, left-padded, then repeat it for its samples.
 
         Returns logits of the last prompt token [B, V], the cache, the mask [B, W + max_new_tokens]
-        (response part all True; W is the longest prompt) and the position of the last prompt token
+        (response part all True; W is the longest prompt) and the largest position in the prompt
         [B, 1].
         """
-        distinct = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompts))}
-        width = max(map(len, distinct))
+        distinct = {request.prompt: request for request in requests}
+        width = max(len(tokens) for tokens, _ in distinct)
         ids = torch.zeros(len(distinct), width, dtype=torch.long)
         mask = torch.ones(len(distinct), width + max_new_tokens, dtype=torch.long)
-        for prompt, i in distinct.items():
+        for i, (prompt, _) in enumerate(distinct):
             ids[i, width - len(prompt) :] = torch.tensor(prompt)
             mask[i, : width - len(prompt)] = 0
+        positions = (mask[:, :width].cumsum(-1) - 1).clamp(min=0)
+        inputs = {"position_ids": positions}
+        if self._images is not None and any(request.images for request in distinct.values()):
+            inputs |= prefill_inputs(list(distinct.values()), ids, positions, self._images)
+            positions = inputs["position_ids"]
+            positions = positions if positions.dim() == 2 else positions.amax(0)
         ids = ids.to(self._device)
         mask = mask.to(self._device)
-        positions = (mask[:, :width].cumsum(-1) - 1).clamp(min=0)
+        last = positions.amax(1, keepdim=True).to(self._device)
+        inputs = {name: value.to(self._device) for name, value in inputs.items()}
         cache = DynamicCache(config=self._model.config)
-        logits = self._forward(ids, mask[:, :width], positions, cache)
-        owner = torch.tensor([distinct[prompt] for prompt in prompts], device=self._device)
+        logits = self._forward(ids, mask[:, :width], cache, inputs)
+        place = {prompt: i for i, prompt in enumerate(distinct)}
+        owner = torch.tensor([place[request.prompt] for request in requests], device=self._device)
         cache.reorder_cache(owner)
-        return logits[owner], cache, mask[owner], positions[owner, -1:]
+        return logits[owner], cache, mask[owner], last[owner]
 
-    def _forward(self, ids: Tensor, mask: Tensor, positions: Tensor, cache: DynamicCache) -> Tensor:
+    def _forward(
+        self, ids: Tensor, mask: Tensor, cache: DynamicCache, inputs: Mapping[str, Tensor]
+    ) -> Tensor:
         """Logits [B, V] after the last of ids [B, new]; extends the cache. mask covers cached and
-        new tokens."""
+        new tokens. inputs: the model's other inputs."""
         out = self._model(
             input_ids=ids,
             attention_mask=mask,
-            position_ids=positions,
             past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
+            **inputs,
         )
         return out.logits[:, -1]
 
@@ -250,6 +278,34 @@ class Decoder:
         )
 
 
+def prefill_inputs(
+    requests: Sequence[GenerateRequest], ids: Tensor, positions: Tensor, processor: ImageProcessor
+) -> dict[str, Tensor]:
+    """What transformers' model takes for the images of prompts.
+
+    Args:
+        requests: B distinct prompts, of which some have images.
+        ids: [B, W], left-padded.
+        positions: [B, W], as of text.
+
+    Returns:
+        pixel_values, and image_grid_thw and position_ids [3, B, W] or the mask of placeholders.
+    """
+    with_images = [request for request in requests if request.images]
+    pixels = concatenate([processor.inputs(request.images) for request in with_images])
+    inputs = {"pixel_values": pixels.pixels}
+    if pixels.grids is None:  # Gemma 3: the tokens of an image attend to each other both ways
+        return inputs | {"token_type_ids": (ids == processor.rule.image_token).long()}
+    by_axis = positions.repeat(AXES, 1, 1)
+    for i, request in enumerate(requests):
+        if request.images:
+            tokens = torch.tensor(request.prompt_tokens)
+            rows = image_rows(tokens, processor.inputs(request.images), processor.rule)
+            assert rows.positions is not None
+            by_axis[:, i, ids.size(1) - tokens.numel() :] = rows.positions
+    return inputs | {"image_grid_thw": pixels.grids, "position_ids": by_axis}
+
+
 def reports_sampling_mask(sampling: SamplingParams) -> bool:
     """Whether to report sampling masks; greedy sampling has none."""
     return sampling.report_sampling_mask and not sampling.greedy
@@ -286,13 +342,13 @@ class RouteRecorder:
         assert len(self._recorded) == self.layers, "every expert layer is called once in a pass"
         return torch.stack(self._recorded, dim=1).unflatten(0, (batch, -1))
 
-    def of_prompts(self, prompts: Sequence[tuple[int, ...]]) -> list[Tensor]:
+    def of_prompts(self, prompts: Sequence[PromptKey]) -> list[Tensor]:
         """Routed experts of each prompt, [P, layers, topk], after a forward pass over the distinct
         ones of `prompts`, left-padded."""
         distinct = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompts))}
         routed_experts = self.last(len(distinct))
         return [
-            routed_experts[distinct[prompt], routed_experts.size(1) - len(prompt) :]
+            routed_experts[distinct[prompt], routed_experts.size(1) - len(prompt[0]) :]
             for prompt in prompts
         ]
 
@@ -309,36 +365,40 @@ def draw_uniforms(seeds: Sequence[int], count: int) -> Tensor:
 
 
 def sample_tokens(
-    logits: Tensor, uniforms: Tensor, sampling: SamplingParams
+    logits: Tensor, uniforms: Tensor, sampling: SamplingParams, never: Sequence[int] = ()
 ) -> tuple[Tensor, Tensor]:
     """Sample one token per row by inverting the cumulative distribution in float64.
 
     logits [B, V]; uniforms [B] float64 (not read when greedy). Returns tokens [B] int64 and
     log_probs [B] float32, the latter under the temperature-scaled distribution before top-k and
-    top-p. NaN logits give a NaN log-prob.
+    top-p. NaN logits give a NaN log-prob. never: tokens that are not sampled, as if top-k had left
+    them out.
     """
-    tokens, _, scores = _sample(logits, uniforms, sampling)
+    tokens, _, scores = _sample(logits, uniforms, sampling, never)
     return tokens, _log_prob(scores, tokens)
 
 
 def sample_from_sets(
-    logits: Tensor, uniforms: Tensor, sampling: SamplingParams
+    logits: Tensor, uniforms: Tensor, sampling: SamplingParams, never: Sequence[int] = ()
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `sample_tokens`, but with log-probs after top-k and top-p, and the sampling mask [B, V]
     bool, which includes the sampled token."""
-    tokens, kept, _ = _sample(logits, uniforms, sampling)
+    tokens, kept, _ = _sample(logits, uniforms, sampling, never)
     return tokens, _log_prob(kept, tokens), kept > float("-inf")
 
 
 def _sample(
-    logits: Tensor, uniforms: Tensor, sampling: SamplingParams
+    logits: Tensor, uniforms: Tensor, sampling: SamplingParams, never: Sequence[int]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(tokens [B], scaled logits after top-k and top-p [B, V], before them [B, V])."""
     scores = logits.float()
-    if sampling.greedy:
-        return scores.argmax(-1), scores, scores
-    scores = scores / sampling.temperature
+    if not sampling.greedy:
+        scores = scores / sampling.temperature
     kept = scores
+    if never:
+        kept = scores.index_fill(-1, torch.tensor(never, device=scores.device), float("-inf"))
+    if sampling.greedy:
+        return kept.argmax(-1), kept, scores
     if sampling.top_k != -1 and sampling.top_k < scores.size(-1):
         kept = TopKLogitsWarper(sampling.top_k)(None, kept)
     if sampling.top_p < 1:

@@ -18,13 +18,16 @@ from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 from transformers.initialization import no_init_weights
 
+from arguments.hf.model import read_hf_model
 from arguments.hf.settings_file import generation_end_ids
 from slime_like.engines.base import GenerateOutput, GenerateRequest, RolloutEngine, SamplingParams
 from slime_like.engines.local.batcher import Batcher
 from slime_like.engines.local.decoder import Decoder
 from slime_like.engines.local.weight_loader import WeightSlots
 from slime_like.engines.registry import EngineContext
-from slime_like.hf_class import class_for_text
+from slime_like.hf_class import class_for_images, class_for_text
+from slime_like.images.processor import ImageProcessor
+from slime_like.weights.untrained import untrained_weights
 
 # KV cache budget that sets the batch size without --rollout-local-batch-size: for a small model,
 # larger batches cost little more time until the KV cache exceeds the processor caches.
@@ -44,6 +47,7 @@ class LocalEngine(RolloutEngine):
             cache, from `FEWEST` to `MOST`.
         dtype: Of weights and KV cache; sampling uses float32 logits.
         tied: Overrides the config's tie_word_embeddings (adapters on the output layer untie it).
+        images: The model's image processor; None: prompts have no images, and the model no tower.
     """
 
     def __init__(
@@ -56,6 +60,7 @@ class LocalEngine(RolloutEngine):
         dtype: torch.dtype = torch.float32,
         trust_remote_code: bool = False,
         tied: bool | None = None,
+        images: ImageProcessor | None = None,
     ) -> None:
         if local_batch_size is not None and local_batch_size < 1:
             raise ValueError(f"--rollout-local-batch-size is {local_batch_size}, must be >= 1")
@@ -65,23 +70,33 @@ class LocalEngine(RolloutEngine):
         if hasattr(config, "quantization_config"):  # of the files; synced weights have none
             del config.quantization_config
         # no random initialisation: every weight is synced later
+        model_class = class_for_text(config) if images is None else class_for_images(config)
         with no_init_weights(), torch.device(device):
-            model = class_for_text(config).from_config(
+            model = model_class.from_config(
                 config, dtype=dtype, trust_remote_code=trust_remote_code
             )
-        _remove_tower(model)
+        if images is None:
+            _remove_tower(model)
         model.tie_weights()
         self.tied = bool(getattr(config, "tie_word_embeddings", False))
         self._model = model.eval().requires_grad_(False)
         self._slots = WeightSlots(self._model)
+        if images is not None:
+            self._slots.keep(untrained_weights(read_hf_model(hf_checkpoint), hf_checkpoint))
         self._weights_complete = False
         self._device = torch.device(device)
         self._tokenizer = tokenizer
         self._local_batch_size = local_batch_size
         self._end_ids = end_token_ids(hf_checkpoint, config, tokenizer)
         self._decoder = Decoder(
-            self._model, tokenizer, self._device, self._end_ids, lambda: self.weight_version
+            self._model,
+            tokenizer,
+            self._device,
+            self._end_ids,
+            lambda: self.weight_version,
+            images=images,
         )
+        self._images = images
         self._token_lock = threading.Lock()  # weights are only replaced between two tokens
         self._batcher = Batcher(self._decoder.decode, self._batch_size, self._token_lock)
         text_config = config.get_text_config()
@@ -106,7 +121,7 @@ class LocalEngine(RolloutEngine):
         # Sort by length for less padding; equal prompts become adjacent and are prefilled once.
         order = sorted(
             range(len(requests)),
-            key=lambda i: (len(requests[i].prompt_tokens), requests[i].prompt_tokens),
+            key=lambda i: (len(requests[i].prompt_tokens), requests[i].prompt),
         )
         outputs: list[GenerateOutput | None] = [None] * len(requests)
         size = self._batch_size(requests, sampling)
@@ -169,6 +184,7 @@ class LocalEngine(RolloutEngine):
                     f"sample {request.sample_id}: a prompt token is outside the vocabulary "
                     f"[0, {self._vocab_size})"
                 )
+            self._check_images(request)
             longest = len(prompt) + sampling.max_new_tokens
             if self._max_positions is not None and longest > self._max_positions:
                 raise ValueError(
@@ -176,6 +192,21 @@ class LocalEngine(RolloutEngine):
                     f"{sampling.max_new_tokens} new ones exceed the model's {self._max_positions} "
                     "positions; lower --rollout-max-response-len or drop long prompts"
                 )
+
+    def _check_images(self, request: GenerateRequest) -> None:
+        """Check that the prompt has the placeholders of its images, and no others."""
+        where = f"sample {request.sample_id}"
+        if self._images is None:
+            if request.images:
+                raise ValueError(f"{where} has images, which need --multimodal-keys")
+            return
+        placeholders = request.prompt_tokens.count(self._images.rule.image_token)
+        expected = sum(self._images.token_counts(request.images))
+        if placeholders != expected:
+            raise ValueError(
+                f"{where}: the prompt has {placeholders} placeholders of images, and its "
+                f"{len(request.images)} images have {expected} features"
+            )
 
     @torch.inference_mode()
     def prompt_log_probs(self, prompts: Sequence[tuple[int, ...]]) -> list[tuple[float, ...]]:
@@ -228,6 +259,7 @@ def make_local_engine(context: EngineContext) -> LocalEngine:
         dtype=config.megatron.transformer.params_dtype,
         trust_remote_code=config.model.trust_remote_code,
         tied=False if config.unties_output_layer else None,
+        images=context.image_processor,
     )
 
 

@@ -34,6 +34,15 @@ class WeightSlots:
         for name, slot in self._slots.items():
             tied_names.setdefault(slot.data_ptr(), set()).add(name)
         self._same_slot = {name: tied_names[s.data_ptr()] for name, s in self._slots.items()}
+        self._kept: set[str] = set()  # names that updates may leave out
+
+    def keep(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Load weights that updates may leave out because they do not change, e.g. of a frozen
+        vision tower. Names that the model does not have are ignored."""
+        for name, tensor in weights:
+            if name in self._slots:
+                self._slots[name].copy_(tensor)
+                self._kept.add(name)
 
     @torch.no_grad()
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
@@ -62,7 +71,8 @@ class WeightSlots:
             elif not torch.equal(slot, tensor.to(slot)):
                 problems.setdefault("different from the weight they are tied to", []).append(name)
             seen.add(name)
-        missing = [name for name in self._slots if seen.isdisjoint(self._same_slot[name])]
+        present = seen | self._kept
+        missing = [name for name in self._slots if present.isdisjoint(self._same_slot[name])]
         if missing:
             problems["missing"] = missing
         if problems:
