@@ -128,6 +128,8 @@ def flags_of(
     flags = []
     for field in dataclasses.fields(config_type):
         meta = field.metadata
+        if not meta.get("flag", True):
+            continue
         shape = shape_of(hints[field.name])
         assert shape is not None, (
             f"{config_type.__name__}.{field.name}: no flag can be made of {hints[field.name]}"

@@ -96,6 +96,13 @@ def positions_of_rows(cu_seqlens: Tensor, rows: int, cp_size: int, cp_rank: int)
     return positions + skipped * chunk
 
 
+def starts_of_rows(cu_seqlens: Tensor, rows: int, cp_size: int) -> Tensor:
+    """First row of the full sequence of each row of a context-parallel rank: [rows] int64;
+    arguments as of `positions_of_rows`."""
+    lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).long() // cp_size
+    return cu_seqlens[:-1].long().repeat_interleave(lengths, output_size=rows)
+
+
 class Rotation(torch.autograd.Function):
     """Rotate the first 2h dimensions of each row by halves: y1 = x1 cos - x2 sin,
     y2 = x2 cos + x1 sin (Su et al. 2021, "RoFormer", equation 34). The rest passes through."""
@@ -141,8 +148,13 @@ class _Angles:
     def __init__(
         self, cu_seqlens: Tensor, freqs: Tensor, rows: int, cp_group: ProcessGroup
     ) -> None:
+        """freqs: by position, or by row of the full sequences."""
         self.source = (cu_seqlens, freqs)
-        self.freqs = freqs[positions_of_rows(cu_seqlens, rows, cp_group.size(), cp_group.rank())]
+        places = positions_of_rows(cu_seqlens, rows, cp_group.size(), cp_group.rank())
+        # of a single sequence, angles by row are those of its positions
+        if cu_seqlens.numel() > 2 and freqs.size(0) == rows * cp_group.size():
+            places = places + starts_of_rows(cu_seqlens, rows, cp_group.size())
+        self.freqs = freqs[places]
         self._parts: dict[tuple[torch.dtype, float], tuple[Tensor, Tensor]] = {}
 
     def is_of(self, cu_seqlens: Tensor, freqs: Tensor) -> bool:
@@ -163,7 +175,7 @@ def packed_rotary(
     """Replacement for megatron-core's `_apply_rotary_pos_emb_thd`.
 
     Args:
-        original: megatron-core's function, for calls whose angles are already per row.
+        original: megatron-core's function, for calls without a group.
         rotate: megatron-core's rotation [T, 1, ..., d], for interleaved and MLA rotations.
     """
     last: _Angles | None = None  # those of the current micro-batch
@@ -181,9 +193,7 @@ def packed_rotary(
         # since 0.20, to avoid a copy to the host; the number of rows does as well
         longest = named.pop("max_seqlen", None)
         known = {} if longest is None else {"max_seqlen": longest}
-        by_row = cp_group is not None and freqs.size(0) == t.size(0) * cp_group.size()
-        # of a single sequence, angles by row are those of its positions
-        if cp_group is None or (by_row and cu_seqlens.numel() > 2):
+        if cp_group is None:
             return original(t, cu_seqlens, freqs, *args, cp_group=cp_group, **named, **known)
         if last is None or not last.is_of(cu_seqlens, freqs):
             last = _Angles(cu_seqlens, freqs, t.size(0), cp_group)

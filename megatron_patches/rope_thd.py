@@ -7,9 +7,9 @@ Without   Slow: a fifth of a training step with 512 short sequences, and on a GP
           synchronisation per call.
 How       The angles of all rows of a micro-batch are selected by one index, and their cosines and
           sines computed, once for all layers. The rotation is bitwise equal to megatron-core's, in
-          fewer passes over memory; interleaved and MLA rotations use megatron-core's own. Calls for
-          several sequences in which the angles are already per row (positions other than
-          0, 1, 2, ...) go to the original function.
+          fewer passes over memory; interleaved and MLA rotations use megatron-core's own. Angles by
+          row of the full sequences (positions other than 0, 1, 2, ...) are told from angles by
+          position by their number.
 When      Always. With fused kernels (`apply_rope_fusion`) the function is not called.
 Versions  megatron-core 0.16.1 to 0.19.
 """

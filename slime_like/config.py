@@ -149,6 +149,10 @@ def _conditions(conditions: str | Sequence[str]) -> tuple[str, ...]:
     return (conditions,) if isinstance(conditions, str) else tuple(conditions)
 
 
+# metadata of a field that is derived, and has no flag
+NO_FLAG: Mapping[str, Any] = types.MappingProxyType({"flag": False, "relations": (), "needs": ()})
+
+
 def flag_name(field_name: str) -> str:
     """``sapo_tau_pos`` -> ``--sapo-tau-pos``."""
     return "--" + field_name.replace("_", "-")

@@ -3,9 +3,17 @@ flags."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from slime_like.config import AT_LEAST_ONE, POSITIVE, UNIT_OPEN_LOW, CheckedSettings, arg
+from slime_like.config import (
+    AT_LEAST_ONE,
+    NO_FLAG,
+    POSITIVE,
+    UNIT_OPEN_LOW,
+    CheckedSettings,
+    arg,
+)
+from slime_like.images.settings import VisionSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,3 +144,5 @@ class GPTModelConfig:
         legal=POSITIVE,
         needs="mtp_num_layers",
     )
+    # the tower of a run with images; no flag: from --hf-checkpoint
+    vision: VisionSettings | None = field(default=None, metadata=NO_FLAG)

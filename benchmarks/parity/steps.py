@@ -160,7 +160,7 @@ def gradients_as_parameters(chunks: Iterable[torch.nn.Module]) -> Iterator[None]
         for chunk in chunks
         for m in chunk.modules()
         for name, p in m._parameters.items()
-        if p is not None
+        if p is not None and p.requires_grad
     ]
     of_parameter = {
         p: torch.nn.Parameter(p.main_grad.detach(), requires_grad=False)  # type: ignore[attr-defined]
@@ -197,26 +197,36 @@ def in_float64(config: RunConfig | CriticModel) -> None:
 
 
 def train(
-    folder: str, layout: ParallelLayout, flags: str, precision: str = "float32"
+    folder: str,
+    layout: ParallelLayout,
+    flags: str,
+    precision: str = "float32",
+    samples_of: Callable[[int], list[TrainSample]] = train_samples,
+    change: Callable[[RunConfig], RunConfig] = lambda config: config,
 ) -> dict[str, Any]:
     """Train; returns losses, gradients and gradient norms of every step, log-probs before the first
-    and weights after the last step."""
+    and weights after the last step.
+
+    Args:
+        samples_of: The samples of a step, over all ranks.
+        change: What is changed in the settings.
+    """
     common = (
         "--lr 3e-4 --adam-eps 1e-6 --weight-decay 0.1 --clip-grad 1.0 --entropy-coef 0.01 "
         "--use-kl-loss --kl-loss-coef 0.3"
     )
-    config = settings(folder, f"{common} --ref-load {folder} {flags}")
+    config = change(settings(folder, f"{common} --ref-load {folder} {flags}"))
     if precision == "float64":
         in_float64(config)
     built = MegatronBackend(config, layout, total_steps=STEPS)
-    first = share(train_samples(1), layout)
+    first = share(samples_of(1), layout)
     log_probs = [s.log_probs.cpu() for s in built.forward(first.samples)]
     losses = []
     metrics = []
     norms = []
     found: dict[str, Tensor] = {}
     for step in range(1, STEPS + 1):
-        pending = built.forward_backward(TrainBatch(share(train_samples(step), layout).samples))
+        pending = built.forward_backward(TrainBatch(share(samples_of(step), layout).samples))
         found |= {f"step {step} {name}": g for name, g in gradients(built).items()}
         losses.append(pending.metrics["loss"])
         metrics.append(pending.metrics)

@@ -8,8 +8,9 @@ text after it continues at the largest position so far plus one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from slime_like.images.inputs import ImageInputs, concatenate
 from slime_like.lazy import Tensor, torch
@@ -24,8 +25,18 @@ class ImageRows:
     inputs: ImageInputs
     rows: Tensor  # [F] int64, ascending: the rows that take a feature instead of an embedding
     features: Tensor  # [F] int64: the feature that each of them takes
-    # [3, T] int64: positions of all rows on the axes; None: the model has one axis
+    # [3, T] int64: positions of all rows on the axes, also under context parallelism; None: the
+    # model has one axis
     positions: Tensor | None = None
+
+
+@dataclass(eq=False, slots=True)
+class ImagePass:
+    """The images of a micro-batch in one pass through a model chunk."""
+
+    images: ImageRows
+    # [F, H] each, for the rows of `images`: what the outputs of the first layers get
+    deepstack: tuple[Tensor, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +44,10 @@ class PlaceholderRule:
     """How a model writes images into its tokens."""
 
     image_token: int  # id of the placeholder of one feature
-    # patches per feature, on each of height and width; of models whose rotary embeddings have
-    # several axes, None for others
+    # patches per feature, on each of height and width, of models whose rotary embeddings have
+    # several axes
     merge_size: int | None = None
+    features: int | None = None  # of every image, of other models
 
 
 def image_rows(
@@ -51,50 +63,48 @@ def image_rows(
 
     Raises:
         ValueError: The sequence has not one placeholder for each feature, or an image's are not
-            together. (Without several axes the tower's output tells the number of features.)
+            together.
     """
     found = tokens == rule.image_token
     rows = (found if sampled is None else found & ~sampled).nonzero().squeeze(1)
-    positions = None
-    if rule.merge_size is not None:
-        assert inputs.grids is not None, "models with several axes take patches"
-        positions = rope_positions(int(tokens.numel()), inputs.grids, rule.merge_size, rows)
-    return ImageRows(inputs, rows, torch.arange(rows.numel()), positions)
-
-
-def rope_positions(length: int, grids: Tensor, merge_size: int, rows: Tensor) -> Tensor:
-    """Positions of one sequence of `length` L on the axes time, height and width: [3, L] int64.
-
-    Args:
-        grids: [I, 3] int64: frames, rows and columns of patches of each image.
-        merge_size: Patches per feature, on each of height and width.
-        rows: [F] int64: the places of the features.
-
-    Raises:
-        ValueError: The number of features is another, or an image's are not together.
-    """
-    counts = feature_counts(grids, merge_size)
+    counts = feature_counts(inputs, rule)
     if sum(counts) != rows.numel():
         raise ValueError(
             f"{len(counts)} images have {sum(counts)} features, and the tokens "
             f"{rows.numel()} placeholders"
         )
+    for own in rows.split(counts):
+        if int(own[-1] - own[0]) != len(own) - 1:
+            raise ValueError(
+                f"the {len(own)} placeholders of the image at token {own[0]} are apart"
+            )
+    positions = None
+    if rule.merge_size is not None:
+        assert inputs.grids is not None, "models with several axes take patches"
+        starts = [int(own[0]) for own in rows.split(counts)]
+        positions = rope_positions(int(tokens.numel()), inputs.grids, rule.merge_size, starts)
+    return ImageRows(inputs, rows, torch.arange(rows.numel()), positions)
+
+
+def rope_positions(length: int, grids: Tensor, merge_size: int, starts: Sequence[int]) -> Tensor:
+    """Positions of one sequence of `length` L on the axes time, height and width: [3, L] int64.
+
+    Args:
+        grids: [I, 3] int64: frames, rows and columns of patches of each image.
+        merge_size: Patches per feature, on each of height and width.
+        starts: Place of the first feature of each image.
+    """
     parts: list[Tensor] = []
     end = 0  # of the part of the sequence that has positions
     position = 0
-    first = 0  # of `rows`
-    for (frames, height, width), count in zip(grids.tolist(), counts):
-        start = int(rows[first])
-        if int(rows[first + count - 1]) != start + count - 1:
-            raise ValueError(f"the {count} placeholders of the image at token {start} are apart")
+    for (frames, height, width), start in zip(grids.tolist(), starts, strict=True):
         parts.append(_text(start - end, position))
         position += start - end
         sizes = (frames, height // merge_size, width // merge_size)
         axes = torch.meshgrid(*(torch.arange(n) for n in sizes), indexing="ij")
         parts.append(torch.stack(axes).flatten(1) + position)
         position += max(sizes)
-        end = start + count
-        first += count
+        end = start + math.prod(sizes)
     parts.append(_text(length - end, position))
     return torch.cat(parts, dim=1)
 
@@ -103,9 +113,13 @@ def _text(length: int, start: int) -> Tensor:
     return torch.arange(start, start + length).expand(AXES, length)
 
 
-def feature_counts(grids: Tensor, merge_size: int) -> list[int]:
-    """The number of features of each image of `grids` [I, 3]."""
-    return [int(n) // merge_size**2 for n in grids.prod(1).tolist()]
+def feature_counts(inputs: ImageInputs, rule: PlaceholderRule) -> list[int]:
+    """The number of features of each image."""
+    if rule.merge_size is None:
+        assert rule.features is not None
+        return [rule.features] * inputs.num_images
+    assert inputs.grids is not None
+    return [int(n) // rule.merge_size**2 for n in inputs.grids.prod(1).tolist()]
 
 
 def packed_images(
@@ -147,13 +161,14 @@ def packed_images(
 
 def select_rows(images: ImageRows, kept: Tensor, total: int) -> ImageRows:
     """The images of some of `total` rows. All images stay, because each of the ranks that share
-    them runs the tower on all.
+    them runs the tower on all, and so do the positions of all rows, of which the rotary embedding
+    takes those of the rank.
 
     Args:
         kept: [T] int64, distinct rows, in the new order.
     """
     place = torch.full((total,), -1).index_copy(0, kept, torch.arange(kept.numel()))[images.rows]
     here = place >= 0
-    positions = None if images.positions is None else images.positions[:, kept]
     order = place[here].argsort()
-    return ImageRows(images.inputs, place[here][order], images.features[here][order], positions)
+    rows = place[here][order]
+    return replace(images, rows=rows, features=images.features[here][order])

@@ -49,7 +49,7 @@ from slime_like.types import StepResult, TrainBatch, TrainSample
 from slime_like.weights.gather import WeightStream
 from slime_like.weights.quantized import QuantizedWeight
 from slime_like.weights.safetensors_reader import stored_format, weights_digest
-from slime_like.weights.untrained import untrained_prefixes
+from slime_like.weights.untrained import untrained_prefixes, with_trained_tower
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +102,9 @@ class MegatronBackend:
         self.hf: HfModel | None = None
         if config.model.hf_checkpoint:
             self.hf = read_hf_model(config.model.hf_checkpoint)
+            vision = config.gpt.vision
+            if vision is not None and vision.trained:
+                self.hf = with_trained_tower(self.hf, vision)
         self.head = make_head(config, layout, temperature=config.log_prob_temperature)
         self.objective = make_objective(config)
         self._prediction = make_prediction_loss(config, self.head)

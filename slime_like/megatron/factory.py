@@ -20,6 +20,7 @@ from arguments.hf.model import HfModel
 from arguments.run_config import RunConfig
 from arguments.schema import AlgorithmConfig, CriticConfig, GPTModelConfig, ScheduleConfig
 from slime_like.checkpoints.folders import checkpoint_folder, is_checkpoint_root, newest_step
+from slime_like.images.settings import VisionSettings
 from slime_like.logs import warn_rank_0
 from slime_like.losses.custom import custom_loss
 from slime_like.losses.registry import policy_losses
@@ -96,14 +97,20 @@ def critic_settings(config: RunConfig) -> NetworkSettings:
     """The policy's model, in the critic's layout and with its learning rate and warm-up."""
     assert config.critic_model is not None
     megatron = config.critic_model.megatron
+    # its tower is the one of --hf-checkpoint
+    gpt = dataclasses.replace(config.gpt, vision=frozen_tower(config.gpt.vision))
     return NetworkSettings(
         megatron.transformer,
-        config.gpt,
+        gpt,
         config.model.transformer_impl,
         megatron.ddp,
         critic_optimizer(megatron.optimizer, config.critic),
         critic_schedule(config.schedule, config.critic),
     )
+
+
+def frozen_tower(vision: VisionSettings | None) -> VisionSettings | None:
+    return None if vision is None else dataclasses.replace(vision, trained=False)
 
 
 def make_policy(

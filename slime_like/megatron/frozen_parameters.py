@@ -72,7 +72,8 @@ class FrozenParameters:
         """`apply` without the checks."""
         for name, parameter in self._named(chunks):
             if isinstance(parameter, torch.nn.Parameter):  # buffers never are
-                parameter.requires_grad_(self.trains(name))
+                # a vision tower is frozen already, without --train-vision-tower
+                parameter.requires_grad_(parameter.requires_grad and self.trains(name))
         carries = config.recompute_granularity is not None or layout.pp_size > 1
         if carries and layout.is_first_stage:
             unwrap(chunks[0]).embedding.register_forward_hook(_begin_graph)

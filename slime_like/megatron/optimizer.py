@@ -13,6 +13,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from arguments.schema import ScheduleConfig
@@ -20,6 +21,7 @@ from megatron_patches.offload_ckpt import init_offloaded_state
 from megatron_patches.torch_adam_ckpt import init_adam_state
 from slime_like.distributed.collectives import gather
 from slime_like.megatron.loss_scale import share_loss_scale
+from slime_like.megatron.model.vision import TOWER_PARAMETER
 from slime_like.megatron.muon import build_muon, init_momentum, is_muon
 
 LARGEST_UPDATE = 1e38  # close to the float32 maximum of 3.4e38
@@ -32,9 +34,29 @@ def build_optimizer(
     """megatron-core's optimizer over the wrapped chunks."""
     if config.optimizer == "muon":
         return build_muon(config, chunks)
-    optimizer = get_megatron_optimizer(config, list(chunks))
+    overrides = None
+    if (learning_rate := tower_learning_rate(chunks)) is not None:
+        overrides = tower_overrides(config, learning_rate)
+    optimizer = get_megatron_optimizer(config, list(chunks), overrides)
     share_loss_scale(optimizer, config)
     return optimizer
+
+
+def tower_learning_rate(chunks: Sequence[DistributedDataParallel]) -> float | None:
+    """The vision tower's own learning rate, also on ranks without the tower; None if it has
+    none."""
+    vision = getattr(unwrap_model(chunks[0]), "vision_settings", None)
+    return None if vision is None or not vision.trained else vision.learning_rate
+
+
+def tower_overrides(config: OptimizerConfig, learning_rate: float) -> dict[Any, dict[str, float]]:
+    """megatron-core's settings of parameter groups, with the tower's."""
+    from megatron.core.optimizer import get_standard_config_overrides
+    from megatron.core.optimizer.optimizer_config import ParamKey
+
+    smallest = (config.min_lr or 0.0) * learning_rate / config.lr
+    own = {"max_lr": learning_rate, "min_lr": smallest}
+    return {**get_standard_config_overrides(config), ParamKey(attr=TOWER_PARAMETER): own}
 
 
 def build_scheduler(

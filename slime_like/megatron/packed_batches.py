@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from slime_like.images.rows import select_rows
+from slime_like.images.rows import ImagePass, select_rows
 from slime_like.megatron.ops.attention import PackedRows
 from slime_like.megatron.ops.context_parallel import rows_of_rank
 from slime_like.types import MicroBatch
@@ -49,6 +49,16 @@ def join_context_ranks(values: Tensor, batches: Sequence[MicroBatch]) -> Tensor:
 
 def rows_of_pass(batch: MicroBatch) -> PackedRows:
     """The packed rows of a micro-batch for one pass through a model chunk, whose layers share what
-    they select."""
+    they select and what its images add to their outputs."""
     assert batch.packed is not None, "packed by slime_like.megatron.packing.pack_all"
-    return replace(batch.packed, selected_keys={})
+    images = None if batch.images is None else ImagePass(batch.images)
+    return replace(batch.packed, selected_keys={}, images=images)
+
+
+def images_of_sequence_rank(batch: MicroBatch, tp_size: int, tp_rank: int) -> MicroBatch:
+    """Leave the images only the rows of one rank of sequence parallelism."""
+    if batch.images is None:
+        return batch
+    total = batch.tokens.numel()
+    kept = torch.arange(total * tp_rank // tp_size, total * (tp_rank + 1) // tp_size)
+    return replace(batch, images=select_rows(batch.images, kept, total))

@@ -27,7 +27,7 @@ from slime_like.megatron.micro_batching import MicroBatchSize
 from slime_like.megatron.moe import make_length_sync
 from slime_like.megatron.ops.attention import packed_rows
 from slime_like.megatron.ops.tables import prepare_rows
-from slime_like.megatron.packed_batches import rows_of_context_rank
+from slime_like.megatron.packed_batches import images_of_sequence_rank, rows_of_context_rank
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.megatron.transfer import to_device
 from slime_like.token_columns import TokenColumns
@@ -126,6 +126,8 @@ def pack_groups(
         equal_sequences=equal_sequences,
     )
     batches = with_active_rows(packed)
+    if transformer.sequence_parallel:
+        batches = [images_of_sequence_rank(b, layout.tp_size, layout.tp_rank) for b in batches]
     for batch in batches:
         assert batch.packed is not None
         prepare_rows(

@@ -80,6 +80,8 @@ class HfExport:
             tied=not gpt.untie_embeddings_and_output_weights,
             value_head=value_head,
             mtp_layers=gpt.mtp_num_layers,
+            # a frozen tower stays as it is in the files
+            vision=gpt.vision if gpt.vision is not None and gpt.vision.trained else None,
         )
         if untied_head:
             self._family = {**self._family, OUTPUT_LAYER: VocabParallel(LM_HEAD)}

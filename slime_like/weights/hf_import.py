@@ -126,6 +126,7 @@ def open_hf_weights(
         tied=not gpt.untie_embeddings_and_output_weights,
         value_head=value_head,
         mtp_layers=gpt.mtp_num_layers,
+        vision=gpt.vision,
     )
     with ExitStack() as on_error:
         files = on_error.enter_context(WeightFiles(folder, predicts=bool(gpt.mtp_num_layers)))

@@ -189,6 +189,21 @@ class Replicated(Mapping):
 
 
 @dataclass(frozen=True)
+class Whole(Mapping):
+    """A tensor of any shape that is replicated on every tensor-parallel rank: the vision tower."""
+
+    hf: str
+    shape: tuple[int, ...]
+    sharded: ClassVar[bool] = False
+
+    def hf_shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
+        return {self.hf: self.shape}
+
+    def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[TensorPart]:
+        return [TensorPart(self.hf, 0, self.shape[0])]
+
+
+@dataclass(frozen=True)
 class ReplicatedRows(Mapping):
     """[rows, columns], replicated on every tensor-parallel rank: a router, the gate of a shared
     expert, an indexer's projection."""

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from arguments.hf.moe import moe_layers
 from arguments.schema import GPTModelConfig
+from slime_like.images.settings import VisionSettings
+from slime_like.images.tower import name_in_file, tower_shapes
 from slime_like.weights.families import EMBEDDING, OUTPUT_LAYER, ModelFamily, model_families
 from slime_like.weights.families.base import ATTENTION, PredictionNames
 from slime_like.weights.mappings import (
@@ -25,6 +27,7 @@ from slime_like.weights.mappings import (
     Replicated,
     ReplicatedRows,
     Sizes,
+    Whole,
     rename_prefix,
 )
 
@@ -60,6 +63,7 @@ LAYER = re.compile(r"(decoder|mtp)\.layers\.(\d+)\.")
 _LOCAL_EXPERT = re.compile(r"(\.experts\.local_experts\.)(\d+)(\.)")
 
 
+TOWER = "vision."  # prefix of the vision tower's parameters
 # without and with query compression
 _QUERY_PROJECTION = (f"{ATTENTION}.linear_q_proj.weight",)
 _QUERY_LATENT = tuple(
@@ -83,6 +87,7 @@ def family_map(
     tied: bool,
     value_head: bool = False,
     mtp_layers: int | None = None,
+    vision: VisionSettings | None = None,
 ) -> dict[str, Mapping]:
     """Every parameter of the full model, in the order of the network. Layer numbers are global,
     from 0.
@@ -93,6 +98,7 @@ def family_map(
             megatron-core keeps a copy in the last stage's output_layer.weight.)
         value_head: The model is a critic, without an output layer.
         mtp_layers: Number of multi-token prediction layers.
+        vision: The vision tower, if the model has one.
 
     Raises:
         ValueError: The architecture is not registered.
@@ -103,7 +109,8 @@ def family_map(
         family[OUTPUT_LAYER] = family[EMBEDDING]
     per_layer = {name: mapping for name, mapping in family.items() if "{layer}" in name}
     ends = ("decoder.final_layernorm.weight", OUTPUT_LAYER)
-    result = {name: family[name] for name in family if name not in per_layer and name not in ends}
+    result = {} if vision is None else tower_map(vision)
+    result |= {name: family[name] for name in family if name not in per_layer and name not in ends}
     experts = config.num_moe_experts or 0
     sparse_layers = moe_layers(config.moe_layer_freq if experts else None, config.num_layers)
     linear_layers = config.linear_attention_freq or [0] * config.num_layers
@@ -123,6 +130,14 @@ def family_map(
         layer = number + config.num_layers * names.after_the_last
         result |= _numbered(_prediction_layer(parameters, names), number, layer, experts)
     return result
+
+
+def tower_map(vision: VisionSettings) -> dict[str, Mapping]:
+    """The parameters of a vision tower."""
+    return {
+        f"{TOWER}{name}": Whole(name_in_file(vision, name), shape)
+        for name, shape in tower_shapes(vision).items()
+    }
 
 
 def _configured(family: ModelFamily, config: TransformerConfig) -> dict[str, Mapping]:

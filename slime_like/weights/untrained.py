@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from arguments.hf.model import HfModel
+from slime_like.images.settings import VisionSettings
 from slime_like.logs import warn_rank_0
 from slime_like.weights.export_plan import TensorPlan
 from slime_like.weights.families.base import PredictionNames, model_families
@@ -29,6 +31,13 @@ def untrained_prefixes(hf: HfModel, mtp_layers: int | None = None) -> tuple[str,
         return prefixes
     trained = prediction_starts(names, first, mtp_layers)
     return tuple(prefix for prefix in prefixes if not _starts_any(trained, prefix))
+
+
+def with_trained_tower(hf: HfModel, vision: VisionSettings) -> HfModel:
+    """The model whose vision tower is trained: its weights are not untrained ones."""
+    tower = tuple(prefix for _, prefix in vision.family.modules)
+    others = tuple(p for p in hf.untrained_prefixes if not p.startswith(tower))
+    return replace(hf, untrained_prefixes=others)
 
 
 def _starts_any(names: Iterable[str], prefix: str) -> bool:

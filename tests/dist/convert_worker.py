@@ -22,6 +22,7 @@ from arguments.schema import GPTModelConfig
 megatron_patches.apply()
 
 from benchmarks.parity.steps import parallel  # noqa: E402
+from slime_like.images.settings import VisionSettings  # noqa: E402
 from slime_like.megatron.model.gpt import build_chunks  # noqa: E402
 from slime_like.megatron.model.policy import head_weight  # noqa: E402
 from slime_like.megatron.ops.attention import packed_rows  # noqa: E402
@@ -44,11 +45,14 @@ def build(
     *,
     value_head: bool = False,
     predicting: int | None = None,
+    vision: VisionSettings | None = None,
 ) -> tuple[list[Any], HfModel, GPTModelConfig]:
     """This rank's chunks for the model in `folder`, with random weights. The padding fits no
     vocabulary used here."""
     hf = read_hf_model(folder, value_head=value_head)
-    gpt = GPTModelConfig(**hf.gpt, make_vocab_size_divisible_by=32, mtp_num_layers=predicting)
+    gpt = GPTModelConfig(
+        **hf.gpt, make_vocab_size_divisible_by=32, mtp_num_layers=predicting, vision=vision
+    )
     config = transformer_config_type(hf.transformer)(
         **{
             **hf.transformer,

@@ -6,12 +6,12 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -32,6 +32,7 @@ from tests.dist import convert_worker
 from tests.dist.family_layouts import CP2, EP2, EXACT, PP2, TP2, FamilyLayouts
 from tests.dist.float64 import WithoutFloat32
 
+T = TypeVar("T")
 LENGTHS = (29, 48, 5)
 YARN = {
     **{"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0},
@@ -114,11 +115,20 @@ def objective(logits: Sequence[Tensor], coefficients: Sequence[Tensor]) -> Tenso
     )
 
 
+def logits_of_text(model: Any, tokens: Tensor) -> Tensor:
+    """[L, vocab] of one sequence, by transformers' model."""
+    return model(tokens[None]).logits[0]
+
+
 def of_transformers(
-    model: Any, tokens: Sequence[Tensor], coefficients: Sequence[Tensor], folder: Path
+    model: Any,
+    sequences: Sequence[T],
+    coefficients: Sequence[Tensor],
+    folder: Path,
+    logits_of: Callable[[Any, T], Tensor],
 ) -> tuple[list[Tensor], dict[str, Tensor]]:
     """Logits of each sequence, and gradients by their names in files."""
-    logits = [model(row[None]).logits[0] for row in tokens]
+    logits = [logits_of(model, sequence) for sequence in sequences]
     objective(logits, coefficients).backward()
     gradients = copy.deepcopy(model)
     with torch.no_grad():
@@ -274,11 +284,12 @@ class Ours:
 
     def gradients(self) -> dict[str, Tensor]:
         """By their names in files; those of the parameters are spent."""
-        weights = [p.detach().clone() for p in self.chunks[0].parameters()]
-        for p in self.chunks[0].parameters():
+        parameters = [p for p in self.chunks[0].parameters() if p.requires_grad]
+        weights = [p.detach().clone() for p in parameters]
+        for p in parameters:
             p.data.copy_(p.grad)
         found = {name: tensor.clone() for name, tensor in self.exported().items()}
-        for p, weight in zip(self.chunks[0].parameters(), weights, strict=True):
+        for p, weight in zip(parameters, weights, strict=True):
             p.data.copy_(weight)
             p.grad = None
         return trained(found)
@@ -358,7 +369,9 @@ def measure(
             exported = ours.exported()
             assert exported.keys() == stored.keys()
             assert all(torch.equal(exported[n], t.to(dtype)) for n, t in stored.items())
-            logits, expected = of_transformers(theirs, tokens, coefficients, folder / "grads")
+            logits, expected = of_transformers(
+                theirs, tokens, coefficients, folder / "grads", logits_of_text
+            )
             packed = ours.logits(tokens)
             objective(packed, coefficients).backward()
             singly = torch.cat([ours.logits([row])[0] for row in tokens]).detach()

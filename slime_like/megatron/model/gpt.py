@@ -25,6 +25,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from arguments.schema import GPTModelConfig
 from slime_like.megatron.model.policy import HalfPrecisionModule, PolicyModel
 from slime_like.megatron.model.value import ValueModel
+from slime_like.megatron.model.vision import SeesImages, add_vision
 from slime_like.megatron.ops.attention import PackedAttention
 from slime_like.megatron.ops.router import PackedRouter
 from slime_like.megatron.parallel_layout import ParallelLayout
@@ -220,7 +221,7 @@ def build_chunks(
             "pre_process": layout.is_first_stage and stage == 0,
             "post_process": layout.is_last_stage and stage == layout.vp_size - 1,
         }
-        chunk: GPTModel
+        chunk: SeesImages
         if gpt.custom_model_provider_path is not None and not value_head:
             from slime_like.megatron.model.provided import provided_chunk
 
@@ -229,6 +230,8 @@ def build_chunks(
             chunk = (ValueModel if value_head else PolicyModel)(**settings, **ends)
         if gpt.mtp_num_layers and chunk.post_process and not value_head:
             add_prediction_layers(chunk, config, gpt.mtp_num_layers, transformer_impl, vp_stage)
+        if gpt.vision is not None:
+            add_vision(chunk, gpt.vision, sequence_parallel=config.sequence_parallel)
         set_latent_epsilon(chunk)
         mark_parameters(chunk)
         if chunk.pre_process and getattr(config, "embedding_scale", 1.0) != 1.0:

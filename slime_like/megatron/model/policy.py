@@ -16,6 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
+from slime_like.megatron.model.vision import SeesImages
 from slime_like.megatron.ops.fused_linear_logprob import DEFAULT_CHUNK_SIZE, fused_linear_log_probs
 from slime_like.megatron.ops.soft_cross_entropy import soft_cross_entropy
 from slime_like.megatron.ops.top_tokens import top_tokens
@@ -63,7 +64,7 @@ class HeadWeight(ColumnParallelLinear):
         return hidden if self.value_slot.active is None else self.value_slot.active(hidden), None
 
 
-class PolicyModel(GPTModel):
+class PolicyModel(SeesImages):
     """A chunk of the policy. The last pipeline stage returns hidden states [1, T, H]; under
     sequence parallelism this rank's [1, T / tp, H]."""
 

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+
+from slime_like.megatron.model.vision import SeesImages
 
 
 class ValueHead(torch.nn.Module):
@@ -55,7 +56,7 @@ class ValueHead(torch.nn.Module):
         return values
 
 
-class ValueModel(GPTModel):
+class ValueModel(SeesImages):
     """A chunk of the critic. The last pipeline stage returns values [1, T, 1], equal on all
     tensor-parallel ranks."""
 

@@ -33,6 +33,7 @@ from slime_like.megatron.ops.context_parallel import (
 )
 
 if TYPE_CHECKING:
+    from slime_like.images.rows import ImagePass
     from slime_like.megatron.ops.ahead import AheadRows
     from slime_like.megatron.ops.delta_rule import DeltaRows
     from slime_like.megatron.ops.far_rows import FarRows
@@ -58,6 +59,7 @@ class PackedRows(PackedSeqParams):
     delta: DeltaRows | None = None
     far: FarRows | None = None
     ahead: tuple[AheadRows, ...] = ()  # of each prediction layer
+    images: ImagePass | None = None
     # layer number -> keys that its indexer selected, see ops/sparse_attention.py
     selected_keys: dict[int, Tensor] = field(default_factory=dict)
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from slime_like.images.settings import VisionFamily
 from slime_like.registry import Registry
 from slime_like.weights import mappings
 
@@ -148,6 +149,8 @@ class ModelFamily:
     rope_theta: float = 10000.0  # transformers' default_theta, for files without one
     # names of the multi-token prediction layers, if they can be trained
     prediction: PredictionNames | None = None
+    # the vision tower; a text: what its images would need here, as "needs ..."
+    vision: VisionFamily | str | None = None
 
 
 model_families: Registry[ModelFamily] = Registry("architecture")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from slime_like.images.settings import RotaryAxes
 from slime_like.weights import mappings
 from slime_like.weights.families import qwen2_moe, qwen3_moe, shells
 from slime_like.weights.families.base import (
@@ -57,6 +58,7 @@ def _prediction_layers(reader: ConfigReader) -> int:
     return int(reader.config.get("mtp_num_hidden_layers") or 0)
 
 
+AXES = RotaryAxes((11, 11, 10), interleaved=True)
 TEXT = ModelFamily(
     "Qwen3_5ForCausalLM",
     "qwen3_5_text",
@@ -70,6 +72,7 @@ TEXT = ModelFamily(
     untrained_prefixes=("mtp.", "model.visual."),
     prediction=dataclasses.replace(QWEN_PREDICTION, count=_prediction_layers),
     tiny=TINY,
+    vision="is a language model alone",
 )
 SPARSE_TEXT = dataclasses.replace(
     TEXT,
@@ -106,6 +109,7 @@ for family, architecture, model_type, published in (
             ),
             text_config=(family.model_type,),
             published=published,
+            vision=shells.qwen_tower(AXES),
             tiny={**family.tiny, "vision_config": shells.QWEN_TOWER},
         )
     )

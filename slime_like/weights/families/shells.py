@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+from slime_like.images.settings import RotaryAxes, VisionFamily
 from slime_like.weights import mappings
 from slime_like.weights.families import (  # noqa: F401  (each registers the text's family)
     deepseek_v3,
@@ -84,6 +85,18 @@ THREE_AXES = {
 }
 
 
+# axes in blocks, whose sizes the files have; and interleaved ones, with transformers' default
+BLOCKS = RotaryAxes()
+INTERLEAVED = RotaryAxes((24, 20, 20), interleaved=True)
+
+
+def qwen_tower(
+    axes: RotaryAxes, prefix: str = "model.visual.", deepstack: str | None = None
+) -> VisionFamily:
+    """prefix: of its tensors in the file."""
+    return VisionFamily((("visual", prefix),), axes=axes, deepstack=deepstack)
+
+
 def shell(
     text: ModelFamily,
     architecture: str,
@@ -92,8 +105,10 @@ def shell(
     prefixes: Mapping[str, str],
     tower: tuple[str, ...],
     published: tuple[str, ...],
-    vision: Mapping[str, object],
+    tiny_tower: Mapping[str, object],
     tiny: Mapping[str, object] | None = None,
+    *,
+    vision: VisionFamily | str,
 ) -> ModelFamily:
     """The family of a model whose `text_config` is of the family `text`.
 
@@ -101,7 +116,8 @@ def shell(
         text_types: Legal model types of `text_config`.
         prefixes: Of names of the text's weights -> those in the file.
         tower: Prefixes of other weights.
-        vision, tiny: `vision_config` and other keys of a tiny model.
+        tiny_tower, tiny: `vision_config` and other keys of a tiny model.
+        vision: See `ModelFamily`.
     """
     return dataclasses.replace(
         text,
@@ -115,7 +131,8 @@ def shell(
         untrained_prefixes=(*text.untrained_prefixes, *tower),
         published=published,
         prediction=None,
-        tiny={**text.tiny, **(tiny or {}), "vision_config": vision},
+        tiny={**text.tiny, **(tiny or {}), "vision_config": tiny_tower},
+        vision=vision,
     )
 
 
@@ -161,6 +178,7 @@ for _family in (
         ("model.visual.",),
         ("Qwen3-VL",),
         {**QWEN_TOWER, "deepstack_visual_indexes": [0]},
+        vision=qwen_tower(INTERLEAVED, deepstack="deepstack_visual_indexes"),
     ),
     shell(
         dataclasses.replace(
@@ -176,6 +194,7 @@ for _family in (
         ("model.visual.",),
         ("Qwen3-VL-30B-A3B", "Qwen3-VL-235B-A22B"),
         {**QWEN_TOWER, "deepstack_visual_indexes": [0]},
+        vision=qwen_tower(INTERLEAVED, deepstack="deepstack_visual_indexes"),
     ),
     shell(
         dataclasses.replace(model_families.get("Qwen2ForCausalLM"), rope_theta=1e6),
@@ -193,6 +212,7 @@ for _family in (
                 "mrope_section": [1, 1, 2],
             }
         },
+        vision=qwen_tower(BLOCKS, "visual."),
     ),
     shell(
         dataclasses.replace(model_families.get("Qwen2ForCausalLM"), rope_theta=1e6),
@@ -204,6 +224,7 @@ for _family in (
         ("Qwen2-VL", "QVQ-"),
         {**QWEN_TOWER, "embed_dim": 16, "hidden_size": 32, "mlp_ratio": 2},
         {"rope_parameters": {**THREE_AXES, "rope_theta": 1e6, "partial_rotary_factor": 1.0}},
+        vision=qwen_tower(BLOCKS, "visual."),
     ),
     shell(
         dataclasses.replace(model_families.get("Gemma3ForCausalLM"), defaults=_GEMMA3),
@@ -214,6 +235,7 @@ for _family in (
         TOWER_AND_PROJECTOR,
         ("gemma-3-4b", "gemma-3-12b", "gemma-3-27b"),
         TOWER,
+        vision="needs attention in both directions within an image",
     ),
     shell(
         model_families.get("MistralForCausalLM"),
@@ -224,6 +246,7 @@ for _family in (
         TOWER_AND_PROJECTOR,
         ("Mistral-Small-3", "Magistral-Small", "Devstral-Small"),
         TOWER,
+        vision="needs TODO",
     ),
     shell(
         model_families.get("Glm4ForCausalLM"),
@@ -235,6 +258,7 @@ for _family in (
         ("GLM-4.1V",),
         {**QWEN_TOWER, "image_size": 8, "out_hidden_size": 64},
         {"hidden_size": 64, "head_dim": 16, "rope_parameters": THREE_AXES},
+        vision="needs TODO",
     ),
     shell(
         model_families.get("Glm4ForCausalLM"),
@@ -246,6 +270,7 @@ for _family in (
         ("GLM-4.6V-Flash",),
         {**QWEN_TOWER, "image_size": 8, "out_hidden_size": 64},
         {"hidden_size": 64, "head_dim": 16, "rope_parameters": THREE_AXES},
+        vision="needs TODO",
     ),
     shell(
         model_families.get("Exaone4ForCausalLM"),
@@ -257,6 +282,7 @@ for _family in (
         ("EXAONE-4.5",),
         {**QWEN_TOWER, "fullatt_block_indexes": [0], "window_size": 8, "num_key_value_heads": 2},
         {"model_type": "exaone4"},
+        vision="needs TODO",
     ),
     shell(
         dataclasses.replace(
@@ -270,6 +296,7 @@ for _family in (
         ("GLM-4.5V", "GLM-4.6V"),
         {**QWEN_TOWER, "image_size": 8},
         {"use_qk_norm": False, "rope_parameters": THREE_AXES},
+        vision="needs TODO",
     ),
     dataclasses.replace(
         shell(
@@ -281,6 +308,7 @@ for _family in (
             ("vision_tower.", "mm_projector."),
             ("Kimi-K2.5", "Kimi-K2.6"),
             TOWER,
+            vision="needs TODO",
         ),
         same_as="kimi_k25",  # transformers calls the class Kimi_K25ForConditionalGeneration
     ),

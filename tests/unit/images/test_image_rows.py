@@ -12,6 +12,7 @@ from torch import Tensor
 
 from slime_like.images.inputs import ImageInputs
 from slime_like.images.rows import ImageRows, PlaceholderRule, feature_counts, image_rows
+from slime_like.megatron.ops.context_parallel import rows_of_rank
 from slime_like.megatron.packing import pack, pack_all
 from slime_like.types import TrainSample
 
@@ -29,11 +30,11 @@ def tokens_and_inputs(
             for _ in range(num_images)
         ]
     )
+    inputs = ImageInputs(torch.rand(int(grids.prod(1).sum()), width), grids)
     tokens: list[int] = []
-    for count in [*feature_counts(grids, merge_size), 0]:
+    for count in [*feature_counts(inputs, PlaceholderRule(IMAGE, merge_size)), 0]:
         tokens += [draw.randrange(IMAGE) for _ in range(draw.randint(1, 7))] + [IMAGE] * count
-    pixels = torch.rand(int(grids.prod(1).sum()), width)
-    return torch.tensor(tokens), ImageInputs(pixels, grids)
+    return torch.tensor(tokens), inputs
 
 
 @pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
@@ -138,6 +139,7 @@ def test_context_parallel_ranks_hold_the_features_of_their_rows(cp_size: int) ->
     taken = 0
     for rank in range(cp_size):
         (batch,) = pack_all([samples], cp_rank=rank, **settings)
+        own_rows = rows_of_rank(batch.cu_seqlens, cp_size, rank)
         assert batch.images is not None and batch.images.positions is not None
         assert batch.is_padding is not None
         table = features(batch.images.inputs)
@@ -156,5 +158,6 @@ def test_context_parallel_ranks_hold_the_features_of_their_rows(cp_size: int) ->
                 assert sample.images.positions is not None
                 positions = sample.images.positions[:, place]
             assert torch.equal(found[row], expected)
-            assert torch.equal(batch.images.positions[:, row], positions)
+            # the rotary embedding takes the rank's own
+            assert torch.equal(batch.images.positions[:, own_rows[row]], positions)
     assert taken == sum(s.images.rows.numel() for s in samples if s.images is not None)

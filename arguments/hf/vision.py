@@ -1,0 +1,92 @@
+"""The vision tower of a Hugging Face config.json, for a run with images."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from arguments.hf.model import HfModel
+from slime_like.checkpoints.files import read_json
+from slime_like.config import ConfigError, Problem
+from slime_like.images.rows import PlaceholderRule
+from slime_like.images.settings import RotaryAxes, VisionFamily, VisionSettings
+from slime_like.weights.families import model_families
+
+# transformers' defaults
+MERGE_SIZE = 2
+FEATURES = 256
+
+
+def read_vision(folder: str, hf: HfModel, *, trained: bool = False) -> VisionSettings:
+    """The tower of the model in `folder`.
+
+    Args:
+        hf: What `read_hf_model` has read there.
+        trained: Whether the run trains it.
+
+    Raises:
+        ConfigError: It has none, or one that is not supported; names the flag and what is missing.
+    """
+    family = model_families.get(hf.architecture).vision
+    if isinstance(family, str) or family is None:
+        raise _refusal(folder, f"{hf.architecture} {family or 'has no vision tower'}")
+    config: dict[str, Any] = read_json(Path(folder) / "config.json")
+    tower = config.get("vision_config") or {}
+    text = {**config, **(config.get("text_config") or {})}
+    image_token = config.get(family.image_token, config.get("image_token_index"))
+    if not isinstance(image_token, int) or not 0 <= image_token < hf.gpt["vocab_size"]:
+        raise _refusal(
+            folder,
+            f"config.json: {family.image_token} must be a token of the vocabulary of "
+            f"{hf.gpt['vocab_size']}, not {image_token!r}",
+        )
+    sections: tuple[int, ...] = ()
+    if family.axes is not None:
+        rule = PlaceholderRule(image_token, merge_size=tower.get("spatial_merge_size", MERGE_SIZE))
+        sections = _sections(folder, text, hf, family.axes)
+    else:
+        assert family.features is not None
+        rule = PlaceholderRule(image_token, features=config.get(family.features, FEATURES))
+    return VisionSettings(
+        family,
+        json.dumps(config),
+        rule,
+        sections,
+        _deepstack_layers(folder, tower, hf, family),
+        trained,
+    )
+
+
+def _sections(folder: str, text: dict[str, Any], hf: HfModel, axes: RotaryAxes) -> tuple[int, ...]:
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    sections = rope.get("mrope_section") or axes.sections
+    pairs = hf.transformer["kv_channels"] * hf.gpt["rotary_percent"] / 2
+    if len(sections) != 3 or not all(isinstance(n, int) for n in sections):
+        raise _refusal(folder, f"config.json: mrope_section must be 3 integers, not {sections!r}")
+    if sum(sections) != pairs:
+        raise _refusal(
+            folder,
+            f"config.json: mrope_section {list(sections)} has {sum(sections)} angles of a head's "
+            f"{pairs:g}",
+        )
+    if hf.gpt["position_embedding_type"] != "rope" or hf.gpt["use_rope_scaling"]:
+        raise _refusal(folder, "config.json: scaled rotary positions of images are not supported")
+    return tuple(sections)
+
+
+def _deepstack_layers(folder: str, tower: dict[str, Any], hf: HfModel, family: VisionFamily) -> int:
+    if family.deepstack is None:
+        return 0
+    layers = tower.get(family.deepstack)
+    if not isinstance(layers, list) or len(layers) > hf.transformer["num_layers"]:
+        raise _refusal(
+            folder,
+            f"config.json: {family.deepstack} must be a list of at most "
+            f"{hf.transformer['num_layers']} layers, not {layers!r}",
+        )
+    return len(layers)
+
+
+def _refusal(folder: str, message: str) -> ConfigError:
+    return ConfigError([Problem("--multimodal-keys", None, f"--hf-checkpoint {folder}: {message}")])
