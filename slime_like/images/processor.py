@@ -118,7 +118,7 @@ class ImageProcessor:
         )
         count = config.get("mm_tokens_per_image", 256)
         written = f"\n\n{start}{text}{end}\n\n"
-        rule = PlaceholderRule(token)
+        rule = PlaceholderRule(token, features=count)
         return cls(processor, rule, start, text, written, features=count, limits=limits)
 
     def num_tokens(self, height: int, width: int) -> int:

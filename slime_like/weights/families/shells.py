@@ -235,7 +235,7 @@ for _family in (
         TOWER_AND_PROJECTOR,
         ("gemma-3-4b", "gemma-3-12b", "gemma-3-27b"),
         TOWER,
-        vision="needs attention in both directions within an image",
+        vision="needs attention in both directions within an image, which is not offered",
     ),
     shell(
         model_families.get("MistralForCausalLM"),
@@ -246,7 +246,7 @@ for _family in (
         TOWER_AND_PROJECTOR,
         ("Mistral-Small-3", "Magistral-Small", "Devstral-Small"),
         TOWER,
-        vision="needs TODO",
+        vision="sees images only with breaks between their rows, which are not offered",
     ),
     shell(
         model_families.get("Glm4ForCausalLM"),
@@ -258,7 +258,7 @@ for _family in (
         ("GLM-4.1V",),
         {**QWEN_TOWER, "image_size": 8, "out_hidden_size": 64},
         {"hidden_size": 64, "head_dim": 16, "rope_parameters": THREE_AXES},
-        vision="needs TODO",
+        vision="is offered here without images",
     ),
     shell(
         model_families.get("Glm4ForCausalLM"),
@@ -270,7 +270,7 @@ for _family in (
         ("GLM-4.6V-Flash",),
         {**QWEN_TOWER, "image_size": 8, "out_hidden_size": 64},
         {"hidden_size": 64, "head_dim": 16, "rope_parameters": THREE_AXES},
-        vision="needs TODO",
+        vision="is offered here without images",
     ),
     shell(
         model_families.get("Exaone4ForCausalLM"),
@@ -282,7 +282,7 @@ for _family in (
         ("EXAONE-4.5",),
         {**QWEN_TOWER, "fullatt_block_indexes": [0], "window_size": 8, "num_key_value_heads": 2},
         {"model_type": "exaone4"},
-        vision="needs TODO",
+        vision="is offered here without images",
     ),
     shell(
         dataclasses.replace(
@@ -296,7 +296,7 @@ for _family in (
         ("GLM-4.5V", "GLM-4.6V"),
         {**QWEN_TOWER, "image_size": 8},
         {"use_qk_norm": False, "rope_parameters": THREE_AXES},
-        vision="needs TODO",
+        vision="is offered here without images",
     ),
     dataclasses.replace(
         shell(
@@ -308,7 +308,7 @@ for _family in (
             ("vision_tower.", "mm_projector."),
             ("Kimi-K2.5", "Kimi-K2.6"),
             TOWER,
-            vision="needs TODO",
+            vision="is offered here without images",
         ),
         same_as="kimi_k25",  # transformers calls the class Kimi_K25ForConditionalGeneration
     ),
