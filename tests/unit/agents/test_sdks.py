@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 from typing import Any
 
 import pytest
@@ -169,3 +170,20 @@ def test_the_openai_package_waits_and_asks_again() -> None:
 
     asyncio.run(work())
     assert session.numbers()["engine_failures"] == 1
+
+
+@pytest.mark.parametrize("name", ["openai", "anthropic"])
+def test_a_client_reads_no_certificates(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gateway speaks plain HTTP, and each episode has a client of its own."""
+    pytest.importorskip(name, reason=f"pip install {name}")
+    read: list[object] = []
+    load = ssl.SSLContext.load_verify_locations
+    monkeypatch.setattr(
+        ssl.SSLContext,
+        "load_verify_locations",
+        lambda *args, **kwargs: (read.append(args), load(*args, **kwargs)),
+    )
+    task = Task(0, "p", None, {}, False, "http://127.0.0.1:1", "key")
+    getattr(task, name)()
+    asyncio.run(task.close())
+    assert read == []
