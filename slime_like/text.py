@@ -8,6 +8,8 @@ from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 LONGEST = 500  # characters of a failure's reason
+# seconds of a unit, its name, and the same of the next smaller one
+DURATIONS = ((86_400, "d", 3_600, "h"), (3_600, "h", 60, "min"), (60, "min", 1, "s"))
 SHOWN = 200  # characters of a bad value in a message
 _UNFIT = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]"
@@ -53,6 +55,17 @@ def list_names(names: Sequence[str], limit: int = 8) -> str:
     """The first names, comma-separated, and how many more there are."""
     rest = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + rest
+
+
+def duration(seconds: float) -> str:
+    """A time as people say it, in its two largest units: 0.42 s, 1 min 36 s, 2 h 5 min, 3 d 4 h."""
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    for size, unit, smaller_size, smaller in DURATIONS:
+        if seconds >= size:
+            count, rest = divmod(round(seconds / smaller_size), size // smaller_size)
+            return f"{count} {unit} {rest} {smaller}" if rest else f"{count} {unit}"
+    raise AssertionError(seconds)
 
 
 def common_prefix(a: str, b: str) -> str:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -228,17 +228,19 @@ class HealthMonitor:
             The metrics ``health/warnings`` and ``health/<rule>`` (1) of the rules that fire, and
             the messages of those that fire for the first time in the run.
         """
-        for name in WATCHED:
-            if name in metrics:
-                self._history[name].add(metrics[name])
-        warnings = {
-            name: text for name, rule in self._rules.items() if (text := rule(self._history))
-        }
+        warnings = self.warnings(metrics)
         new = [name for name in warnings if name not in self._shown]
         self._shown += new
         health = {"health/warnings": float(len(warnings))}
         health |= {f"health/{name}": 1.0 for name in warnings}
         return health, [f"{name} (health/{name}): {warnings[name]}" for name in new]
+
+    def warnings(self, metrics: Mapping[str, float]) -> dict[str, str]:
+        """Add the metrics of one rollout; the messages of the rules that fire now."""
+        for name in WATCHED:
+            if name in metrics:
+                self._history[name].add(metrics[name])
+        return {name: text for name, rule in self._rules.items() if (text := rule(self._history))}
 
     def state_dict(self) -> dict[str, object]:
         """State for a checkpoint, as plain JSON."""
@@ -251,3 +253,14 @@ class HealthMonitor:
             if name in self._history:
                 self._history[name] = Series(first, last)
         self._shown = list(state["shown"])
+
+
+def meanings(rows: Iterable[Mapping[str, float]]) -> dict[str, str]:
+    """What the ``health/<rule>`` of a run mean and what helps: by metric, the message of the last
+    rollout in which it fired. rows: of metrics.jsonl."""
+    monitor = HealthMonitor()
+    found: dict[str, str] = {}
+    for row in rows:
+        messages = monitor.warnings(row)
+        found |= {f"health/{name}": messages[name] for name in messages if f"health/{name}" in row}
+    return found

@@ -16,6 +16,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from slime_like.metrics.health import meanings
 from slime_like.metrics.logger import FILE_NAME, read_metrics
 from slime_like.metrics.plot import Rows, eval_metrics, logged_metrics, series, write_plot
 from slime_like.metrics.timers import STEP_SECONDS
@@ -91,15 +92,18 @@ def summary_table(rows: Rows) -> Table:
 
 
 def health_lines(rows: Rows) -> list[str]:
-    """One line per rule of `health` that fired: in how many rollouts, and since which."""
+    """One line per rule of `health` that fired: in how many rollouts, since which, and what it
+    means."""
     lines = []
+    means = meanings(rows)
     for name in logged_metrics(rows, "health/"):
         if name == "health/warnings":
             continue
         steps = [step for step, value in series(rows, name) if value]
         if steps:
             count = f"{len(steps)} rollout" + ("s" if len(steps) > 1 else "")
-            lines.append(f"warning: {name} held in {count}, first in rollout {steps[0]}")
+            text = f"warning: {name} held in {count}, first in rollout {steps[0]}"
+            lines.append(f"{text}: {means[name]}" if name in means else text)
     return lines
 
 

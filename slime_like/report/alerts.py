@@ -8,23 +8,62 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import chain
 
+from slime_like.metrics.health import meanings
 from slime_like.metrics.timers import STEP_SECONDS
 from slime_like.report.read import Run
+from slime_like.text import duration
 
-# Counters that stay 0 in a healthy run, with the meaning of a nonzero value. TOTALS are counted
-# from the start of the run.
+
+@dataclass(frozen=True, slots=True)
+class Counter:
+    """A metric that stays 0 in a healthy run."""
+
+    text: str  # meaning of a nonzero value
+    remedy: str
+    total: bool = False  # counted from the start of the run
+
+
 COUNTERS = {
-    "train/skipped_steps": "optimizer steps were skipped: the gradient norm was not finite",
-    "train/critic_skipped_steps": "the critic's optimizer steps were skipped: the gradient norm "
-    "was not finite",
-    "rollout/failed_frac": "samples failed and trained nothing",
-    "rollout/reward_nonfinite": "rewards were not finite",
-    "rollout/log_probs_nonfinite": "log-probs of the engine were not finite",
-    "engine/evictions": "rollout engines were lost",
-    "perf/failed_saves": "checkpoints could not be written",
+    "train/skipped_steps": Counter(
+        "optimizer steps were skipped: the gradient norm was not finite",
+        "A skipped step changes no weight. Look at train/grad_norm and train/ratio_max of the "
+        "rollouts before; a smaller --lr or more --lr-warmup-iters helps if they grew",
+        total=True,
+    ),
+    "train/critic_skipped_steps": Counter(
+        "the critic's optimizer steps were skipped: the gradient norm was not finite",
+        "Look at train/value_loss of the rollouts before; a smaller --critic-lr or more "
+        "--critic-lr-warmup-iters helps if it grew",
+        total=True,
+    ),
+    "rollout/failed_frac": Counter(
+        "samples failed and trained nothing",
+        "Their reward function, agent or server failed. The output of the run has the first "
+        "reason, recorded samples have each in their metadata; --max-failed-samples limits them",
+    ),
+    "rollout/reward_nonfinite": Counter(
+        "rewards were not finite",
+        "The reward function returned NaN or infinity, often a division by 0 for an empty "
+        "response; such samples train nothing",
+    ),
+    "rollout/log_probs_nonfinite": Counter(
+        "log-probs of the engine were not finite",
+        "The engine's numbers overflowed: compare its precision with the trainer's",
+    ),
+    "engine/evictions": Counter(
+        "rollout engines were lost",
+        "The others took over their requests. The server's own log says why it ended",
+        total=True,
+    ),
+    "perf/failed_saves": Counter(
+        "checkpoints could not be written",
+        "The run goes on without them. Look at the space and the rights of --save",
+        total=True,
+    ),
 }
-TOTALS = frozenset(
-    {"train/skipped_steps", "train/critic_skipped_steps", "engine/evictions", "perf/failed_saves"}
+NOT_FINITE = (
+    "Numbers overflowed, or something was divided by 0. Look at the rollout before the first one: "
+    "rewards, train/grad_norm, train/ratio_max"
 )
 SLOW_STEP = 3.0  # relative to the median
 SLOW_RANK = 1.3  # relative to the median of the ranks
@@ -38,12 +77,18 @@ class Alert:
     level: str  # "error" or "warning"
     text: str
     metric: str = ""  # the metric that shows it; "" for none
+    remedy: str = ""  # what it means, and what to do
+    over: bool = False  # it does not hold any more
 
 
 def alerts(run: Run) -> list[dict[str, str]]:
-    """All alerts, errors first."""
+    """All alerts: errors first, those that are over last."""
     every = chain.from_iterable(rule(run) for rule in RULES)
-    return [asdict(alert) for alert in sorted(every, key=lambda alert: alert.level)]
+    return [asdict(alert) for alert in sorted(every, key=lambda alert: (alert.over, alert.level))]
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:]
 
 
 def _when(steps: list[int]) -> str:
@@ -55,33 +100,40 @@ def not_finite(run: Run) -> Iterator[Alert]:
     for name in run.metrics:
         steps = [step for step, value in run.series(name) if not math.isfinite(value)]
         if steps:
-            yield Alert("error", f"{name} was NaN or infinite {_when(steps)}", name)
+            yield Alert("error", f"{name} was NaN or infinite {_when(steps)}", name, NOT_FINITE)
 
 
 def counters(run: Run) -> Iterator[Alert]:
-    for name, text in COUNTERS.items():
+    for name, counter in COUNTERS.items():
         points = run.series(name)
         before = [0.0] * len(points)
-        if name in TOTALS:
+        if counter.total:
             before[1:] = [value for _, value in points[:-1]]
         steps = [step for (step, value), last in zip(points, before) if value > last]
         if steps:
-            yield Alert("error", f"{text} {_when(steps)}", name)
+            yield Alert("error", f"{counter.text} {_when(steps)}", name, counter.remedy)
 
 
 def health(run: Run) -> Iterator[Alert]:
+    means = meanings(run.rows)
     for name in run.metrics:
         if name.startswith("health/") and name != "health/warnings":
             steps = [step for step, value in run.series(name) if value > 0]
             if steps:
-                yield Alert("warning", f"{name} held {_when(steps)}", name)
+                last = max(step for step, _ in run.series("health/warnings") or [(0, 0.0)])
+                over = steps[-1] < last
+                text = f"{name} held {_when(steps)}"
+                if over:
+                    text += f", and no more since rollout {steps[-1] + 1}"
+                yield Alert("warning", text, name, _sentence(means.get(name, "")), over)
 
 
 def ended_early(run: Run) -> Iterator[Alert]:
     planned = run.record.get("config", {}).get("--num-rollout")
     last = max((int(row["step"]) for row in run.rows), default=0)
     if isinstance(planned, int) and last < planned:
-        yield Alert("warning", f"{last} of {planned} rollouts: still running, or ended early")
+        text = f"{last} of {planned} rollouts: still running, or ended early"
+        yield Alert("warning", text, remedy="With --save and --load, the same command goes on here")
     errors = [line for line in run.log if line.startswith("error: ")]
     for line in errors[:3]:
         yield Alert("error", line.removeprefix("error: ")[:300])
@@ -95,9 +147,10 @@ def slow_steps(run: Run) -> Iterator[Alert]:
     steps = [step for step, seconds in points[1:] if seconds > SLOW_STEP * median]
     if steps:
         text = (
-            f"rollouts of more than {SLOW_STEP:g} times the median of {median:.3g} s {_when(steps)}"
+            f"rollouts of more than {SLOW_STEP:g} times the median of {duration(median)} "
+            f"{_when(steps)}"
         )
-        yield Alert("warning", text, STEP_SECONDS)
+        yield Alert("warning", text, STEP_SECONDS, "The page Time shows which phase took longer")
 
 
 def slow_ranks(run: Run) -> Iterator[Alert]:
@@ -108,8 +161,12 @@ def slow_ranks(run: Run) -> Iterator[Alert]:
     for rank, seconds in busy.items():
         median = statistics.median(other for each, other in busy.items() if each != rank)
         if seconds > SLOW_RANK * median and seconds - median > 1:
-            text = f"rank {rank} worked for {seconds:.3g} s, the others for {median:.3g} s"
-            yield Alert("warning", text)
+            text = f"rank {rank} worked for {duration(seconds)}, the others for {duration(median)}"
+            remedy = (
+                "The others wait for it in each step: look for other programs, a slower clock or a "
+                "slower disk on its machine, or whether its share of the samples is longer"
+            )
+            yield Alert("warning", text, remedy=remedy)
 
 
 def reward_hacking(run: Run) -> Iterator[Alert]:
@@ -123,7 +180,12 @@ def reward_hacking(run: Run) -> Iterator[Alert]:
                     f"the reward rose by {rise:.3g} while {name} fell by {-fall:.3g}: possible "
                     "reward hacking"
                 )
-                yield Alert("warning", text, name)
+                remedy = (
+                    "The policy may earn what you do not want. Read the best responses of the last "
+                    "rollout, mend the reward, or hold the policy near the first one "
+                    "(--use-kl-loss)"
+                )
+                yield Alert("warning", text, name, remedy)
 
 
 def _rise(points: list[tuple[int, float]]) -> float | None:

@@ -83,14 +83,18 @@ def _number(path: Path) -> tuple[int, str]:
 
 
 def read_samples(runs: Sequence[Run], limit: int) -> Samples:
-    """Samples of all runs, at most `limit`, from the newest rollouts."""
+    """Samples of all runs, at most `limit`: of the newest rollouts, and of each run's first one, so
+    that the page can compare its beginning with its end."""
     result = Samples({name: [] for name in COLUMNS}, vocabularies=[{} for _ in runs])
     prompts: dict[str, int] = {}
     files: list[tuple[int, Path]] = []
+    first: list[tuple[int, Path]] = []
     for index, run in enumerate(runs):
-        files += [(index, path) for path in recordings(run)]
+        paths = recordings(run)
+        first += [(index, path) for path in paths[-1:]]
+        files += [(index, path) for path in paths[:-1]]
     files.sort(key=lambda item: _number(item[1])[0], reverse=True)
-    for index, path in files:
+    for index, path in [*files[: len(runs)], *first, *files[len(runs) :]]:
         try:
             header = json.loads(path.read_bytes())
             groups = header["groups"]

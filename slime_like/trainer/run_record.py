@@ -8,6 +8,7 @@ import math
 import os
 import platform
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Mapping
@@ -24,6 +25,7 @@ from slime_like.text import SECRETS, mask_argv, mask_settings
 
 FILE_NAME = "run.json"
 FORMAT = "slime_like run 1"
+GIT_S = 10.0  # seconds that git may take
 PACKAGES = ("torch", "megatron-core", "transformers", "safetensors", "numpy", "sglang")
 # parts of the configuration that only repeat flags of other parts
 _LEFT_OUT = ("eval_sets", "model_args", "preflight", "server", "slime")
@@ -67,6 +69,20 @@ def _plain(value: object) -> object:
     return mask_settings(str(value))
 
 
+def commit() -> str | None:
+    """The git commit of the clone that this code is in, with `-dirty` after it if files differ from
+    it; None outside a clone, or without git."""
+    command = ["git", "describe", "--always", "--dirty", "--exclude=*", "--abbrev=40"]
+    root = Path(slime_like.__file__).parents[1]
+    if not (root / ".git").exists():
+        return None  # not the commit of a repository in which this package is only installed
+    try:
+        done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=GIT_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None
+
+
 def environment() -> dict[str, object]:
     """Versions, host and device of this process."""
     import torch
@@ -80,6 +96,7 @@ def environment() -> dict[str, object]:
     cuda = torch.cuda.is_available()
     return {
         "slime_like": slime_like.__version__,
+        "commit": commit(),
         "python": sys.version.split()[0],
         **versions,
         "platform": platform.platform(),

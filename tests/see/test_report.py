@@ -37,13 +37,53 @@ def test_every_part_is_drawn(tab: Any, tmp_path: Path) -> None:
         assert tab.locator("[role=tab][aria-selected=true]").get_attribute("id") == f"tab-{place}"
         assert len(tab.inner_text("#main")) > 20, place
     show(tab, path, "overview")
-    assert "optimizer steps were skipped" in tab.inner_text(".alerts .error")
+    assert "optimizer steps were skipped" in tab.inner_text(".alerts .error a")
+    assert "--lr-warmup-iters helps" in tab.inner_text(".alerts .error p")
     tab.wait_for_selector("figure canvas")
-    assert "reward_mean by rollout. a: first 0.1" in tab.locator(".plot").nth(1).get_attribute(
+    first = tab.locator("figure").first
+    assert "reward_mean by rollout. a: first 0.1" in first.locator(".plot").get_attribute(
         "aria-label"
     )
+    assert first.locator(".title").inner_text() == "Reward"
+    assert first.locator(".values").inner_text().split() == ["0.2", "0.3"], "the last of each run"
+    assert not tab.locator(".u-legend").count()
     show(tab, path, "settings")
     assert tab.locator("tr", has_text="--lr").locator("mark").inner_text() == "0.001"
+
+
+def test_the_first_page_has_facts_and_what_the_model_says(tab: Any, tmp_path: Path) -> None:
+    folder = write_run(tmp_path, rollouts=3)
+    (folder / "run.json").write_text(json.dumps({"environment": {"commit": "0123456789ab-dirty"}}))
+    show(tab, write_page([read_run(folder)], folder / "report.html"), "overview")
+    facts = tab.inner_text(".facts").replace("\n", " ")
+    assert "Reward, first → last 0.1 → 0.3" in facts and "Commit 0123456789, changed" in facts
+    rows = [
+        text.split("\t") for text in tab.inner_text(".answers tbody >> nth=0").split("\n") if text
+    ]
+    assert rows[0] == ["Rollout 1"]
+    assert tab.locator(".answers tbody").count() == 2
+    best, worst = (tab.locator(".answers tbody tr", has_text=word) for word in ("best", "worst"))
+    assert best.first.locator(".answer").inner_text() == HOSTILE
+    assert worst.first.locator(".answer").inner_text() == "wrong\nline"
+    best.first.locator(".answer").click()
+    assert tab.url.endswith("#rollouts/0/0")
+
+
+def test_a_slow_rank_is_visible(tab: Any, tmp_path: Path) -> None:
+    """Full colours are work and pale ones are waiting."""
+    folder = write_run(tmp_path)
+    (folder / "timeline").mkdir()
+    for rank in range(3):
+        rows = [["train", 1e9 + i, 1.0, 1.0 if rank == 1 else 0.25] for i in range(4)]
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (folder / f"timeline/rank{rank}.jsonl").write_text(text)
+    show(tab, write_page([read_run(folder)], folder / "report.html"), "time")
+    assert tab.locator(".gantt text.slow").all_text_contents() == ["rank 1 slow"]
+    assert "slow: rank 1;" in tab.locator(".gantt").get_attribute("aria-label")
+    phase = tab.locator(".gantt g").first
+    length, work = (float(phase.locator("rect").nth(i).get_attribute("width")) for i in (0, 1))
+    assert work == 0.25 * length
+    assert phase.locator("rect").first.get_attribute("fill-opacity") == "0.25"
 
 
 def test_a_sample_by_its_address_and_its_tokens(tab: Any, tmp_path: Path) -> None:

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from slime_like.text import LONGEST, clean, mask_argv, mask_settings, mask_url, printable
+from slime_like.text import (
+    LONGEST,
+    clean,
+    duration,
+    mask_argv,
+    mask_settings,
+    mask_url,
+    printable,
+)
 
 
 @pytest.mark.parametrize(
@@ -74,3 +82,18 @@ def test_credentials() -> None:
 def test_secrets_of_a_command_are_hidden(text: str, expected: str) -> None:
     assert mask_settings(text) == expected
     assert mask_argv(["--agent-command", text]) == ["--agent-command", expected]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [
+        (0.4213, "0.421 s"),
+        (60, "1 min"),
+        (96.3, "1 min 36 s"),
+        (119.7, "2 min"),
+        (7500, "2 h 5 min"),
+        (3.2 * 86_400, "3 d 5 h"),
+    ],
+)
+def test_durations_are_as_people_say_them(seconds: float, expected: str) -> None:
+    assert duration(seconds) == expected

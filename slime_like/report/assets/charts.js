@@ -1,6 +1,16 @@
 "use strict";
 // Curves, drawn by uPlot. A chart is made when it is first seen.
 
+const SHOW_POINTS = 25; // a curve of at most so many points shows them, and is not smoothed
+const MOST_READ = 4; // values in a caption
+const ROLLOUTS = [1, 2, 5].flatMap((n) => [1, 10, 100, 1e3, 1e4, 1e5, 1e6].map((size) => n * size)).sort((a, b) => a - b); // steps between ticks
+const TITLES = {
+  "rollout/reward_mean": ["Reward", "mean of a rollout"], "rollout/response_length_mean": ["Response length", "tokens"], "train/entropy": ["Entropy", "nats a token"],
+  "rollout/truncated_frac": ["Cut responses", "share"], "train/ppo_kl": ["KL to the policy that sampled", "nats a token"], "train/kl": ["KL to the reference", "nats a token"],
+  "train/grad_norm": ["Gradient norm", "before clipping"], "rollout/train_rollout_log_prob_diff_mean": ["Trainer against engine", "mean difference of log-probs"],
+  "reward/zero_spread_group_frac": ["Groups of equal rewards", "share; they train nothing"], "perf/step_s": ["Time of a rollout", "seconds"], "perf/mfu": ["Model FLOPs utilisation", "share of the peak"],
+  "perf/actor_train_tflops": ["Compute of the update", "TFLOP/s a device"], "perf/tokens_per_s_per_device": ["Throughput", "tokens/s a device"],
+};
 const chartSettings = { smoothing: Number(remembered("smoothing", "0.6")), log: false };
 const openCharts = new Set();
 const seen = new IntersectionObserver((entries) => {
@@ -28,6 +38,12 @@ function smoothed(values, factor) {
   });
 }
 
+/** The values of the series at the cursor, or their last ones: [colour, name, text] each. */
+function readout(entries, step) {
+  const shown = entries.slice(0, MOST_READ).map(([colour, name, text]) => el("span", {}, report.runs.length > 1 || entries.length > 1 ? el("span", { class: "swatch", style: `background:${colour}`, title: name }) : null, text));
+  return [...shown, entries.length > MOST_READ ? el("span", { class: "muted", text: `+${entries.length - MOST_READ}` }) : null, el("span", { class: "muted", text: step === null ? "" : `rollout ${step}` })];
+}
+
 /** A figure that draws `build(parent)` -> uPlot once it is in view. */
 function lazyFigure(caption, description, build, tall) {
   const plot = el("div", { class: tall ? "plot tall" : "plot", role: "img", "aria-label": description });
@@ -49,7 +65,8 @@ function closeCharts() {
 
 function axes() {
   const common = { stroke: cssColour("--fg"), grid: { stroke: cssColour("--line"), width: 1 }, ticks: { stroke: cssColour("--line") } };
-  return [{ ...common }, { ...common, size: 62, values: (_, ticks) => ticks.map((t) => (t === null ? "" : number(Number(t.toPrecision(6))))) }];
+  const widest = (u, labels) => Math.ceil(26 + 7 * (labels || [""]).reduce((size, text) => Math.max(size, text.length), 0));
+  return [{ ...common, incrs: ROLLOUTS }, { ...common, size: widest, values: (_, ticks) => ticks.map((t) => (t === null ? "" : number(Number(t.toPrecision(6))))) }];
 }
 
 /** Red lines where a value was not finite. */
@@ -84,14 +101,38 @@ function describe(metric) {
   return `${metric} by rollout. ${parts.join("; ")}`;
 }
 
-/** The curves of one metric, of all runs, over the rollout. */
+/** [title, unit] of a metric as people say it; none for most. */
+function titleOf(metric) {
+  const set = /^eval\/(.*)\/mean$/.exec(metric);
+  return set ? [`Evaluation: ${set[1]}`, ""] : TITLES[metric] || null;
+}
+
+function lastOf(run, metric) {
+  const values = run.metrics[metric] || [];
+  for (let k = values.length - 1; k >= 0; k--) if (values[k] !== null) return [run.steps[k], values[k]];
+  return [null, null];
+}
+
+/** The curves of one metric, of all runs, over the rollout. The caption has the values: the last, or those at the cursor. */
 function metricFigure(metric, tall) {
   const bad = report.runs.reduce((count, run) => count + (run.bad[metric] || []).length, 0);
-  const caption = [metric, bad ? el("span", { class: "bad", text: `  ${bad} not finite` }) : null];
+  const title = titleOf(metric);
+  const values = el("span", { class: "values" });
+  const caption = [el("span", { class: "title", text: title ? title[0] : metric }), values, title ? el("span", { class: "name", text: metric + (title[1] ? `, ${title[1]}` : "") }) : null,
+    bad ? el("span", { class: "bad", text: `${bad} not finite` }) : null];
+  const latest = report.runs.map((run, i) => [runColour(i), run.name, lastOf(run, metric)]).filter(([, , [step]]) => step !== null);
+  const showLast = () => values.replaceChildren(...readout(latest.map(([colour, name, [, value]]) => [colour, name, number(value)]), latest.length === 1 ? latest[0][2][0] : null).filter(Boolean));
+  showLast();
+  const follow = { hooks: { setCursor: (u) => {
+    const i = u.cursor.idx;
+    if (i === null || i === undefined) return showLast();
+    const entries = report.runs.map((run, k) => [runColour(k), run.name, number(u.data[u.rawColumns[k]][i])]);
+    values.replaceChildren(...readout(entries, u.data[0][i]).filter(Boolean));
+  } } };
   return lazyFigure(caption, describe(metric), (parent) => {
     const steps = [...new Set(report.runs.flatMap((run) => run.steps))].sort((a, b) => a - b);
     const place = new Map(steps.map((step, i) => [step, i]));
-    const columns = [steps], series = [{ label: "rollout" }];
+    const columns = [steps], series = [{ label: "rollout" }], rawColumns = [];
     const { smoothing, log } = chartSettings;
     report.runs.forEach((run, i) => {
       const raw = new Array(steps.length).fill(null);
@@ -99,8 +140,9 @@ function metricFigure(metric, tall) {
         if (value !== null && !(log && value <= 0)) raw[place.get(run.steps[k])] = value;
       });
       const count = raw.filter((value) => value !== null).length;
-      const smooth = smoothing > 0 && count > 8;
-      const common = { spanGaps: true, stroke: runColour(i), value: (_, v) => number(v), points: { show: count <= 25, size: 5 } };
+      const smooth = smoothing > 0 && count > SHOW_POINTS; // a few evaluations are read as they are
+      const common = { spanGaps: true, stroke: runColour(i), value: (_, v) => number(v), points: { show: count <= SHOW_POINTS, size: 5 } };
+      rawColumns.push(columns.length);
       columns.push(raw);
       series.push({ ...common, label: run.name, width: smooth ? 1 : 2, alpha: smooth ? 0.4 : 1 });
       if (smooth) {
@@ -109,11 +151,13 @@ function metricFigure(metric, tall) {
       }
     });
     const options = {
-      width: parent.clientWidth || 360, height: tall ? 260 : 190, series, axes: axes(), plugins: [badMarks(metric)],
-      scales: { x: { time: false }, y: log ? { distr: 3 } : {} }, cursor: { sync: { key: "rollout" } },
-      legend: { show: report.runs.length <= 4 },
+      width: parent.clientWidth || 360, height: tall ? 260 : 190, series, axes: axes(), plugins: [badMarks(metric), follow],
+      scales: { x: { time: false }, y: log ? { distr: 3 } : {} }, cursor: { sync: { key: "rollout" } }, legend: { show: false },
     };
-    return new uPlot(options, columns, parent);
+    const chart = new uPlot(options, null, parent);
+    chart.rawColumns = rawColumns;
+    chart.setData(columns);
+    return chart;
   }, tall);
 }
 

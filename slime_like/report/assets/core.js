@@ -49,6 +49,16 @@ function seconds(value) {
   return number(value) + " s";
 }
 
+const DURATIONS = [[86400, "d", 3600, "h"], [3600, "h", 60, "min"], [60, "min", 1, "s"]];
+
+/** Seconds as people say them, in the two largest units; `duration` of slime_like/text.py. */
+function duration(value) {
+  if (value < 60) return `${Number(value.toPrecision(3))} s`;
+  const [size, unit, small, name] = DURATIONS.find(([size]) => value >= size);
+  const whole = Math.round(value / small), rest = whole % (size / small);
+  return `${Math.floor(whole / (size / small))} ${unit}` + (rest ? ` ${rest} ${name}` : "");
+}
+
 /** All metrics of all runs, sorted. */
 function metricNames() {
   return [...new Set(report.runs.flatMap((run) => Object.keys(run.metrics)))].sort();

@@ -2,32 +2,81 @@
 // The tabs other than the rollouts.
 
 const KEY_METRICS = [
-  "rollout/reward_mean", /^eval\/.*\/mean$/, "rollout/response_length_mean", "rollout/truncated_frac", "train/entropy",
+  "rollout/reward_mean", /^eval\/.*\/mean$/, "rollout/response_length_mean", "train/entropy", "rollout/truncated_frac",
   "train/ppo_kl", "train/kl", "train/grad_norm", "rollout/train_rollout_log_prob_diff_mean", "reward/zero_spread_group_frac", "perf/step_s", "perf/mfu", "perf/actor_train_tflops", "perf/tokens_per_s_per_device",
 ];
 const COUNTERS = /(^health\/|^engine\/|failed|skipped|nonfinite|evict|restart|abort|truncat|dropped|rejected|filtered|stale|zero_spread|singleton|clip|retr)/;
 
+const FIRST_CURVES = 4; // of KEY_METRICS, shown larger
+
+/** Facts of a run, each with its name. */
+function facts(run) {
+  const last = run.steps.length ? run.steps[run.steps.length - 1] : 0;
+  const wanted = run.config && run.config["--num-rollout"];
+  const times = run.times.filter((time) => time !== null);
+  const commit = run.environment && run.environment.commit;
+  const change = (metric) => {
+    const values = (run.metrics[metric] || []).filter((value) => value !== null);
+    return values.length ? `${number(values[0])} → ${number(values[values.length - 1])}` : null;
+  };
+  const evaluations = Object.keys(run.metrics).filter((name) => /^eval\/.*\/mean$/.test(name)).slice(0, 2);
+  return [
+    ["Reward, first → last", change("rollout/reward_mean")],
+    ...evaluations.map((name) => [`${titleOf(name)[0]}, first → last`, change(name)]),
+    ["Rollouts", wanted ? `${last} of ${wanted}` : String(last)],
+    ["Duration", times.length > 1 ? duration(times[times.length - 1] - times[0]) : null],
+    ["Layout", run.layout], ["Device", run.environment && run.environment.device],
+    ["Commit", commit ? commit.slice(0, 10) + (commit.endsWith("-dirty") ? ", changed" : "") : null],
+  ].filter(([, value]) => value);
+}
+
+function findings(run) {
+  if (!run.alerts.length) return el("p", { class: "fine", text: "✓ Nothing that these checks know went wrong." });
+  return el("ul", { class: "alerts" }, run.alerts.map((alert) => el("li", { class: alert.over ? "over" : alert.level },
+    el("div", {}, el("span", { class: "level", text: alert.over ? "Over: " : alert.level === "error" ? "Error: " : "Warning: " }),
+      alert.metric ? el("a", { href: "#curves/" + encodeURIComponent(alert.metric), text: alert.text }) : alert.text),
+    alert.remedy ? el("p", { text: alert.remedy + (/[.?!]$/.test(alert.remedy) ? "" : ".") }) : null)));
+}
+
 function overviewPage() {
-  const parts = report.runs.map((run, i) => {
-    const last = run.steps.length ? run.steps[run.steps.length - 1] : 0;
-    const wanted = run.config && run.config["--num-rollout"];
-    const hours = run.times.length > 1 ? (run.times[run.times.length - 1] - run.times[0]) / 3600 : 0;
-    const reward = (run.metrics["rollout/reward_mean"] || []).filter((value) => value !== null);
-    const facts = [
-      `${last}${wanted ? " of " + wanted : ""} rollouts`, run.layout, `${number(hours)} h`,
-      reward.length ? `reward ${number(reward[0])} to ${number(reward[reward.length - 1])}` : null,
-    ].filter(Boolean).join(" · ");
-    const list = run.alerts.length
-      ? el("ul", { class: "alerts" }, run.alerts.map((alert) => el("li", { class: alert.level },
-        el("span", { class: "level", text: alert.level === "error" ? "Error: " : "Warning: " }),
-        alert.metric ? el("a", { href: "#curves/" + encodeURIComponent(alert.metric), text: alert.text }) : alert.text)))
-      : el("p", { class: "fine", text: "Nothing that these checks know went wrong." });
-    return el("section", {}, el("h2", {}, el("span", { class: "swatch", style: `background:${runColour(i)}` }), run.name), el("p", { class: "muted", text: facts }), list);
-  });
+  const several = report.runs.length > 1;
+  const parts = report.runs.map((run, i) => el("section", { class: "run" },
+    several ? el("h2", {}, el("span", { class: "swatch", style: `background:${runColour(i)}` }), run.name) : null,
+    el("dl", { class: "facts" }, facts(run).map(([name, value]) => el("div", {}, el("dt", { text: name }), el("dd", { text: value })))), findings(run)));
   const names = metricNames();
   const chosen = [...new Set(KEY_METRICS.flatMap((key) => names.filter((name) => (key instanceof RegExp ? key.test(name) : key === name))))];
-  const alerted = [...new Set(report.runs.flatMap((run) => run.alerts.map((alert) => alert.metric)))].filter((name) => name && names.includes(name) && !chosen.includes(name) && !name.startsWith("health/"));
-  return [...parts, el("h2", { text: "Curves" }), el("div", { class: "charts" }, [...alerted.slice(0, 4), ...chosen].map((name) => metricFigure(name)))];
+  const alerted = [...new Set(report.runs.flatMap((run) => run.alerts.filter((alert) => !alert.over).map((alert) => alert.metric)))].filter((name) => name && names.includes(name) && !chosen.includes(name) && !name.startsWith("health/"));
+  const first = chosen.slice(0, FIRST_CURVES), rest = [...alerted.slice(0, 4), ...chosen.slice(FIRST_CURVES)];
+  return [...parts, el("h2", { text: several ? "Curves" : "How it went" }), el("div", { class: "charts large" }, first.map((name) => metricFigure(name, true))),
+    ...answersOf(), rest.length ? [el("h2", { text: "More curves" }), el("div", { class: "charts" }, rest.map((name) => metricFigure(name)))] : []].flat();
+}
+
+/** What the model says: the best, a typical and the worst response of the first and the last recorded rollout of each run. */
+function answersOf() {
+  loadSamples();
+  const c = samples.columns, parts = [];
+  report.runs.forEach((run, index) => {
+    const mine = [...Array(samples.size).keys()].filter((i) => c.run[i] === index && typeof c.reward[i] === "number");
+    const rollouts = mine.map((i) => c.rollout[i]);
+    const ends = [...new Set([rollouts.reduce((a, b) => Math.min(a, b), Infinity), rollouts.reduce((a, b) => Math.max(a, b), -Infinity)])].filter(Number.isFinite);
+    if (!ends.length) return;
+    const row = (which, i, first) => el("tr", { class: first ? "first" : null }, el("th", { scope: "row", text: which }), el("td", { class: "number", text: number(c.reward[i]) }),
+      el("td", {}, el("pre", { class: "plain", text: shortened(samples.prompts[c.prompt[i]]) })), el("td", {}, el("a", { class: "answer", href: `#rollouts/${index}/${c.id[i]}`, text: shortened(c.response[i]) || "(empty)" })),
+      el("td", {}, c.label[i] === null ? "" : el("pre", { class: "plain", text: shortened(c.label[i]) })));
+    const tables = ends.map((rollout) => {
+      const order = mine.filter((i) => c.rollout[i] === rollout).sort((a, b) => c.reward[b] - c.reward[a]);
+      const which = [["best", order[0]], ["typical", order[order.length >> 1]], ["worst", order[order.length - 1]]];
+      return [el("tr", {}, el("th", { class: "part", scope: "rowgroup", colspan: 5, text: `Rollout ${rollout}` })), which.map(([name, i], k) => row(name, i, k === 0))];
+    });
+    parts.push(scroller(`Responses of ${run.name}`, el("table", { class: "answers" }, report.runs.length > 1 ? el("caption", { text: run.name }) : null,
+      el("thead", {}, el("tr", {}, [["response", ""], ["reward", "number"], ["prompt", ""], ["the model says", ""], ["label", ""]].map(([text, kind]) => el("th", { scope: "col", class: kind || null, text })))), tables.map((rows) => el("tbody", {}, rows.flat())))));
+  });
+  return parts.length ? [el("h2", { text: "What the model says" }), ...parts] : [];
+}
+
+const MOST_SHOWN = 300; // characters of a text in a table
+function shortened(text) {
+  return text.length > MOST_SHOWN ? text.slice(0, MOST_SHOWN) + " …" : text;
 }
 
 let curvesFilter = "";
@@ -99,19 +148,20 @@ function recordings(run, i) {
 }
 
 function gantt(run, ranks, from, width, start) {
-  const height = 22, left = 62, total = 1000;
+  const height = 22, left = 88, total = 1000, slow = slowRanks(run, ranks);
   const svg = el("svg", { class: "gantt", viewBox: `0 0 ${total} ${ranks.length * height + 24}`, role: "img",
-    "aria-label": `Phases of ${ranks.length} ranks from second ${number(from - start)} to ${number(from - start + width)}; the table below has the sums` });
+    "aria-label": `Phases of ${ranks.length} ranks from ${duration(from - start)} to ${duration(from - start + width)} after the start; ${slow.length ? "slow: rank " + slow.join(", ") : "no rank is slow"}; the table below has the sums` });
   const x = (time) => left + ((time - from) / width) * (total - left - 6);
   const used = new Set();
   ranks.forEach((rank, i) => {
-    svg.append(el("text", { x: 4, y: i * height + 15, text: "rank " + rank }));
+    svg.append(el("text", { x: 4, y: i * height + 15, class: slow.includes(rank) ? "slow" : null, text: "rank " + rank + (slow.includes(rank) ? " slow" : "") }));
     for (const [phase, begin, length, busy] of run.timeline[rank]) {
       if (begin + length < from || begin > from + width) continue;
       used.add(phase);
       const a = Math.max(x(begin), left), b = Math.min(x(begin + length), total - 6);
-      svg.append(el("rect", { x: a, y: i * height + 3, width: Math.max(b - a, 0.6), height: height - 5, fill: phaseColour(phase, 0) },
-        el("title", { text: `${phase}, rank ${rank}: ${seconds(length)}, of them ${seconds(busy)} of processor time` })));
+      const full = Math.max(b - a, 0.6), share = length > 0 ? Math.min(1, busy / length) : 1, title = `${phase}, rank ${rank}: ${duration(length)}, of them ${duration(busy)} of processor time`;
+      svg.append(el("g", {}, el("title", { text: title }), el("rect", { x: a, y: i * height + 3, width: full, height: height - 5, fill: phaseColour(phase, 0), "fill-opacity": 0.25 }),
+        el("rect", { x: a, y: i * height + 3, width: full * share, height: height - 5, fill: phaseColour(phase, 0) })));
     }
   });
   [...used].forEach((phase, i) => {
@@ -121,16 +171,25 @@ function gantt(run, ranks, from, width, start) {
   return svg;
 }
 
+function busySeconds(run, ranks) {
+  return ranks.map((rank) => run.timeline[rank].reduce((sum, row) => sum + row[3], 0));
+}
+
+/** The ranks that the others wait for: they worked longer than most. */
+function slowRanks(run, ranks) {
+  const busy = busySeconds(run, ranks), usual = busy.slice().sort((a, b) => a - b)[(busy.length - 1) >> 1];
+  return ranks.filter((_, i) => busy[i] > 1.3 * usual);
+}
+
 function rankTable(run, ranks) {
   const phases = [...new Set(ranks.flatMap((rank) => run.timeline[rank].map((row) => row[0])))];
   const sums = ranks.map((rank) => phases.map((phase) => run.timeline[rank].filter((row) => row[0] === phase).reduce((sum, row) => [sum[0] + row[2], sum[1] + row[3]], [0, 0])));
-  const busy = sums.map((row) => row.reduce((sum, cell) => sum + cell[1], 0));
-  const usual = busy.slice().sort((a, b) => a - b)[(busy.length - 1) >> 1];
+  const busy = busySeconds(run, ranks), slow = slowRanks(run, ranks);
   return scroller("Seconds of ranks of " + run.name, el("table", {},
-    el("caption", { class: "muted", text: "Seconds of each phase, and in brackets those of the processor: a slow rank works while the others wait." }),
+    el("caption", { class: "muted", text: "Seconds of each phase, and in brackets those of the processor. In the picture, the full colour is work and the pale one is waiting: a slow rank works while the others wait." }),
     el("thead", {}, el("tr", {}, el("th", { text: "rank", scope: "col" }), phases.map((phase) => el("th", { class: "number", scope: "col", text: phase })), el("th", { class: "number", scope: "col", text: "busy" }))),
     el("tbody", {}, ranks.map((rank, i) => el("tr", {}, el("th", { scope: "row", text: rank }), sums[i].map((cell) => el("td", { class: "number", text: `${number(cell[0])} (${number(cell[1])})` })),
-      el("td", { class: "number" }, busy[i] > 1.3 * usual ? el("mark", { text: number(busy[i]) + " slow" }) : number(busy[i])))))));
+      el("td", { class: "number" }, slow.includes(rank) ? el("mark", { text: number(busy[i]) + " slow" }) : number(busy[i])))))));
 }
 
 const TOTALS = ["train/skipped_steps", "train/critic_skipped_steps", "engine/evictions", "perf/failed_saves"];

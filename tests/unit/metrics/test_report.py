@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from slime_like.metrics import plot
+from slime_like.metrics.health import HealthMonitor
 from slime_like.metrics.logger import MetricsLogger, read_metrics
 from slime_like.metrics.plot import series, smoothed, write_plot
 from slime_like.metrics.report import main, summary_table, write_report
@@ -227,10 +228,13 @@ def test_a_phase_has_one_colour_in_every_plot() -> None:
 
 def test_the_warnings_of_a_run_are_repeated_at_its_end(tmp_path: Path) -> None:
     with MetricsLogger(tmp_path) as logger:
-        for step in range(4):
-            held = {"health/truncation": 1.0} if step > 1 else {}
-            logger.log(step, {"rollout/reward_mean": 0.5, "health/warnings": 1.0, **held})
+        monitor = HealthMonitor()
+        for step in range(1, 7):
+            row = {"rollout/reward_mean": 0.5, "rollout/truncated_frac": 0.9}
+            logger.log(step, row | monitor.check(row)[0])
     stream = io.StringIO()
     write_report(tmp_path / "metrics.jsonl", console=Console(file=stream, width=100))
-    assert "warning: health/truncation held in 2 rollouts, first in rollout 2" in stream.getvalue()
+    (line,) = [text for text in stream.getvalue().splitlines() if text.startswith("warning: ")]
+    assert line.startswith("warning: health/truncation held in 2 rollouts, first in rollout 5: ")
+    assert "90% of the responses are cut" in line and "--custom-rm-path" in line
     assert "health/warnings" not in stream.getvalue()

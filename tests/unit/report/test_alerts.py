@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from slime_like.metrics.health import HealthMonitor
+from slime_like.report.alerts import COUNTERS
 from slime_like.report.page import json_in_html, runs_data
 from slime_like.report.read import read_run
 from tests.unit.report.runs import run_with, write_run
@@ -41,6 +43,25 @@ def test_a_fault_is_an_alert(
     rows = [{"perf/step_s": 1.0, "engine/evictions": 0.0}] * 8
     (found,) = run_with(tmp_path, [*rows, {"perf/step_s": 1.0, **last}])
     assert found["level"] == level and words in found["text"] and found["metric"] in last
+
+
+def test_a_warning_says_what_it_means_and_when_it_is_over(tmp_path: Path) -> None:
+    monitor = HealthMonitor()
+    rows = []
+    for i in range(20):
+        row = {"rollout/reward_mean": 0.5, "rollout/truncated_frac": 0.9 if i < 8 else 0.0}
+        rows.append(row | monitor.check(row)[0])
+    (found,) = run_with(tmp_path, rows)
+    assert found["over"]
+    assert found["text"].endswith("in 6 rollouts, first in rollout 5, and no more since rollout 11")
+    assert "--custom-rm-path" in found["remedy"]
+
+
+def test_a_fault_of_every_kind_has_a_remedy(tmp_path: Path) -> None:
+    rows = [{"rollout/reward_mean": 1.0, **dict.fromkeys(COUNTERS, 0.0)}] * 8
+    bad = {"rollout/reward_mean": math.nan, **dict.fromkeys(COUNTERS, 1.0)}
+    found = run_with(tmp_path, [*rows, bad], config={"--num-rollout": 10})
+    assert len(found) == len(COUNTERS) + 2 and all(alert["remedy"] for alert in found)
 
 
 def test_a_total_is_an_alert_where_it_rises(tmp_path: Path) -> None:

@@ -78,10 +78,11 @@ def test_tokens_that_are_not_trained_on_leave_the_advantage_constant(tmp_path: P
     assert read_samples([read_run(tmp_path)], 100).columns["advantage"][0] == 2
 
 
-def test_the_newest_samples_are_kept(tmp_path: Path) -> None:
-    (write_run(tmp_path, rollouts=3) / "rollouts/1.safetensors").write_bytes(b"not read")
-    found = read_samples([read_run(write_run(tmp_path, rollouts=3))], 3)
-    assert found.columns["rollout"] == [3, 3, 2] and found.left_out == 3 and not found.problems
+def test_the_newest_and_the_first_samples_are_kept(tmp_path: Path) -> None:
+    (write_run(tmp_path, rollouts=4) / "rollouts/2.safetensors").write_bytes(b"not read")
+    found = read_samples([read_run(tmp_path)], 5)
+    assert found.columns["rollout"] == [4, 4, 1, 1, 3] and found.left_out == 3
+    assert not found.problems
 
 
 def test_a_damaged_recording_is_named(tmp_path: Path) -> None:
