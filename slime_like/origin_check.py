@@ -45,7 +45,7 @@ class OriginCheck:
         return None
 
     def _is_own(self, name: str | None) -> bool:
-        return name is not None and (name.lower() in self._names or is_loopback(name))
+        return name is not None and (name.lower() in self._names or is_this_machine(name))
 
 
 def host_name(host: str) -> str | None:
@@ -54,6 +54,19 @@ def host_name(host: str) -> str | None:
         return urlsplit(f"//{host}").hostname
     except ValueError:
         return None
+
+
+def is_this_machine(name: str) -> bool:
+    """Whether a client can only mean its own machine by this name: a loopback address in any
+    spelling, or the unspecified address (0.0.0.0, ::), which connects to it as well."""
+    if is_loopback(name):
+        return True
+    try:
+        address = ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    mapped = getattr(address, "ipv4_mapped", None)
+    return address.is_unspecified or (mapped is not None and mapped.is_loopback)
 
 
 def is_loopback(name: str) -> bool:

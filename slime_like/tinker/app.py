@@ -105,7 +105,14 @@ def _json_routes(app: FastAPI, service: Service) -> None:
 
     def post(path: str, kind: type[B], handler: Callable[[B, str], object]) -> None:
         async def route(request: Request) -> Response:
-            return json_response(handler(await read(request, kind), owner_of(request)))
+            owner = owner_of(request)
+            try:
+                return json_response(handler(await read(request, kind), owner))
+            except HttpError as error:
+                if error.status == 422:
+                    value = json.loads(await request.body() or b"{}")
+                    service.refuse_in_turn(path, value, owner, str(error))
+                raise
 
         app.add_api_route(
             f"{ROOT}/{path}",

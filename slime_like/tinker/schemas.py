@@ -55,6 +55,15 @@ class WithMetadata(Body):
     _checked = field_validator("user_metadata")(_check_metadata)
 
 
+class Turn(BaseModel):
+    """The place of a request in its model's order; other fields are ignored."""
+
+    model_config = ConfigDict(extra="ignore", strict=True, protected_namespaces=())
+
+    model_id: Id
+    seq_id: SeqId
+
+
 class ClientConfig(Body):
     sdk_version: str = Field(default="", max_length=64)
 

@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from arguments.schema import ServerConfig
 from slime_like.tinker import schemas
 from slime_like.tinker.base_model import BaseModel, adapter_of, check_optimizer, check_unembed
@@ -254,6 +256,23 @@ class Service:
             return earlier
         request = {"model": model.id, **request}
         return self._accept(op, model.id, body.seq_id, owner, digest, request)
+
+    def refuse_in_turn(self, op: str, body: object, owner: str, reason: str) -> None:
+        """Consume the sequence number of a request that is answered with an error instead of a
+        future: its client has counted it, and what it sends next would wait for it. No-op for a
+        request without one, or with one that is taken."""
+        try:
+            turn = schemas.Turn.model_validate(body)
+        except ValidationError:
+            return
+        model = self.registry.models.get(turn.model_id)
+        queue = self.dispatcher.queues.get(turn.model_id)
+        if model is None or model.owner != owner or queue is None or queue.has_taken(turn.seq_id):
+            return
+        if request_id(model.id, turn.seq_id) not in self.dispatcher.requests:
+            digest = hashlib.sha256(json.dumps([op, body], sort_keys=True).encode()).hexdigest()
+            refused: dict[str, object] = {"model": model.id, "refusal": reason}
+            self._accept(op, model.id, turn.seq_id, owner, digest, refused)
 
     # --- sampling ---
 

@@ -136,14 +136,19 @@ def test_memory_and_numbers(work: Any, tmp_path: Path) -> None:
         raw.step(model, 8)
         assert "metrics" in wait_for(raw, f"{model}/8")
 
-        for adam in ({"learning_rate": 1e38}, {"eps": 0.0}, {"weight_decay": 1e30}):
-            body = {"model_id": model, "seq_id": 9, "adam_params": adam}
+        unfit: list[dict[str, float]] = [
+            {"learning_rate": 1e38},
+            {"eps": 0.0},
+            {"weight_decay": 1e30},
+        ]
+        for seq, adam in enumerate(unfit, start=9):
+            body = {"model_id": model, "seq_id": seq, "adam_params": adam}
             assert raw.http.post("optim_step", json=body).status_code == 422
         huge = [datum(4, 1, weights=np.full(4, 1e17))]
-        wait_for(raw, raw.send_pass(raw.pass_body(model, 9, huge)))
+        wait_for(raw, raw.send_pass(raw.pass_body(model, 12, huge)))
         overflows = raw.refused(
-            raw.step(model, 10, learning_rate=1e3, eps=1e-18, beta1=0.0, beta2=0.0)
+            raw.step(model, 13, learning_rate=1e3, eps=1e-18, beta1=0.0, beta2=0.0)
         )
         assert "a weight may overflow" in overflows
-        saved = raw.post("save_weights", {"model_id": model, "seq_id": 11, "path": "good"})
+        saved = raw.post("save_weights", {"model_id": model, "seq_id": 14, "path": "good"})
         assert "path" in wait_for(raw, saved["request_id"]), "and is as it was"

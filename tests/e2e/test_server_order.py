@@ -164,6 +164,22 @@ def test_a_failed_request_uses_its_number_up(raw: Raw) -> None:
     assert raw.wait(raw.send_pass(raw.pass_body(model, 2, batch(1)))).metrics["loss:sum"]
 
 
+def test_a_client_goes_on_after_settings_that_are_refused(api: ApiServer) -> None:
+    """With the SDK, which counts what was refused: --seq-gap-s is 2 here, after which a gap fails."""
+    client = api.client()
+    model = policy(client, api)
+    with pytest.raises(tinker.UnprocessableEntityError, match="eps"):
+        model.optim_step(types.AdamParams(eps=0.0)).result()
+    with pytest.raises(tinker.UnprocessableEntityError, match="learning_rate"):
+        model.optim_step(types.AdamParams(learning_rate=1e4)).result()
+    with pytest.raises(tinker.UnprocessableEntityError, match="path"):
+        model.save_state("a/b").result()
+    with pytest.raises(tinker.UnprocessableEntityError, match="path"):
+        model.load_state("weights/a").result()
+    assert model.forward_backward(batch(2), "cross_entropy").result().metrics["loss:sum"]
+    assert model.optim_step(types.AdamParams()).result().metrics["grad_norm"] > 0
+
+
 def test_a_gap_that_stays_fails_what_is_behind_it(raw: Raw) -> None:
     """--seq-gap-s is 2 here. The missing one is named, comes too late, and the next ones are
     executed."""

@@ -1,0 +1,88 @@
+"""A request that is answered with 422 takes its place in its model's order: its client has counted
+it, and what comes next would wait behind a gap."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.api_in_process import Api
+
+ADAM = {"learning_rate": 1e-3}
+LONG = {"ttl_seconds": 1}
+
+
+@pytest.fixture
+def api(tmp_path: Path) -> Iterator[Api]:
+    api = Api(tmp_path)
+    api.open()
+    yield api
+    api.close()
+
+
+def refuse(api: Api, path: str, body: dict[str, Any], status: int = 422) -> str:
+    answer = api.send(path, json.dumps(body).encode(), {})
+    assert answer.status_code == status, answer.text
+    return str(answer.json()["detail"])
+
+
+def step(api: Api, seq: int) -> dict[str, Any]:
+    """Answers at once, or only when the gap before it has lasted too long."""
+    body = {"model_id": api.model, "seq_id": seq, "adam_params": ADAM}
+    answer: dict[str, Any] = api.post("retrieve_future", api.post("optim_step", body))
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "reported"),
+    [
+        ("optim_step", {"adam_params": {"eps": 0.0}}, "OptimStep: adam_params.eps"),
+        ("optim_step", {"adam_params": {"learning_rate": 1e4}}, "adam_params.learning_rate"),
+        ("optim_step", {"adam_params": {"beta1": 1.0}}, "adam_params.beta1"),
+        ("optim_step", {"new_field": 1}, "new_field"),
+        ("save_weights", {"path": "a/b"}, "SaveWeights: path"),
+        ("save_weights", {"path": "a", **LONG}, "ttl_seconds"),
+        ("save_weights_for_sampler", {"path": ".."}, "path"),
+        ("save_weights_for_sampler", {}, "give path for a checkpoint"),
+        ("save_weights_for_sampler", {"path": "a", "kind": "other"}, "kind"),
+        ("save_weights_external", {"path": "a b"}, "path"),
+        ("load_weights", {"path": "weights/1", "optimizer": True}, "LoadWeights: path"),
+        ("load_weights", {"path": "tinker://a", "optimizer": True, "session_id": "s"}, "give session_id"),
+    ],
+)  # fmt: skip
+def test_the_next_request_does_not_wait(
+    api: Api, path: str, body: dict[str, Any], reported: str
+) -> None:
+    sent = {"model_id": api.model, "seq_id": 1, **body}
+    assert reported in refuse(api, path, sent)
+    assert "metrics" in step(api, 2)
+    assert reported in refuse(api, path, sent), "and the same one is refused again"
+    assert "metrics" in step(api, 3)
+
+
+def test_it_takes_its_turn_behind_requests_that_come_late(api: Api) -> None:
+    """The client sends 1, 2 and 3 at once, and 2 arrives first."""
+    bad = {"model_id": api.model, "seq_id": 2, "path": "a/b"}
+    assert "path" in refuse(api, "save_weights", bad)
+    assert "metrics" in step(api, 1)
+    assert "metrics" in step(api, 3)
+    used = {"model_id": api.model, "seq_id": 2, "path": "a"}
+    assert "used by another request" in refuse(api, "save_weights", used)
+
+
+def test_what_names_no_turn_changes_nothing(api: Api) -> None:
+    for body in (
+        {"model_id": "other", "seq_id": 1},
+        {"model_id": api.model, "seq_id": 0},
+        {"model_id": api.model, "seq_id": "1"},
+        {"seq_id": 1},
+        {"model_id": [], "seq_id": 1},
+    ):
+        refuse(api, "save_weights", body)
+    assert "metrics" in step(api, 1)
+    refuse(api, "save_weights", {"model_id": api.model, "seq_id": 1, "path": "a/b"})
+    assert "metrics" in step(api, 2), "a number that is taken stays taken"
