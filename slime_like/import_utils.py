@@ -31,6 +31,12 @@ class ExitCalled(RunError):
     """User code called sys.exit, which would end the run, perhaps with status 0."""
 
 
+def absolute(path: str) -> str:
+    """The same function, whatever the working folder. path: see `load_function`."""
+    file, colon, name = path.rpartition(":")
+    return f"{Path(file).resolve()}:{name}" if colon and file.endswith(".py") else path
+
+
 def takes_args(function: Callable[..., object]) -> bool:
     """Whether a function that makes responses is in slime's convention: its first parameter is
     called ``args``."""

@@ -219,6 +219,11 @@ def unused_loss_settings(settings: Settings, flags: Mapping[str, Flag]) -> list[
 
 def notes_of(s: Settings) -> Iterator[str]:
     """Notes about the run, one line each."""
+    if s.agents.agent_function_path is not None and not s.agents.agent_function_isolation:
+        yield (
+            "episodes of --agent-function-path share this process, so that each can read the keys "
+            "and objects of the others; --agent-function-isolation separates them"
+        )
     if not s.trains:
         return
     skips = s.rollout.rollout_skip_special_tokens

@@ -50,6 +50,13 @@ class AgentsConfig(CheckedSettings):
         "run's reward function.",
         excludes=("agent_command", "custom_generate_function_path", "rollout_function_path"),
     )
+    agent_function_isolation: bool = arg(
+        False,
+        "Run each episode of --agent-function-path in a process of its own, forked from one that "
+        "has imported the function, and separated from the others as programs of --agent-command "
+        "are. Otherwise all episodes of a rank share its process.",
+        needs="agent_function_path",
+    )
     agent_command: str | None = arg(
         None,
         "Program that runs an episode, one process per episode, in its own folder with task.json; "
@@ -59,9 +66,9 @@ class AgentsConfig(CheckedSettings):
     )
     agent_isolation: bool = arg(
         True,
-        "With --agent-command: separate the programs of episodes from each other by user, process "
-        "and mount namespaces, where this host can. Programs that need rights of root over files "
-        "of other users need --no-agent-isolation.",
+        "With --agent-command or --agent-function-isolation: separate the programs of episodes "
+        "from each other by user, process and mount namespaces, where this host can. Programs that "
+        "need rights of root over files of other users need --no-agent-isolation.",
     )
     agent_preload: list[str] | None = arg(
         None,

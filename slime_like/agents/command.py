@@ -38,7 +38,9 @@ _BOOT = (
 # files in the episode's folder
 TASK = "task.json"
 REWARD = "reward"
+METADATA = "metadata.json"  # of a function
 MARK = "SLIME_LIKE_EPISODE"  # identifies processes of an episode that left its process group
+_MOST_METADATA = 2**26  # bytes
 TAIL = 2000  # bytes of output to keep
 END_S = 10.0  # seconds for a program and all that it has started to end
 
@@ -70,6 +72,7 @@ async def run_command(
     apart: bool = True,
     outputs: EpisodeOutputs | None = None,
     preloaded: Preloaded | None = None,
+    returns_metadata: bool = False,
 ) -> float | None:
     """Run the program to its end.
 
@@ -78,6 +81,7 @@ async def run_command(
         apart: Separate it from the programs of other episodes (`apart.py`), where this host can.
         outputs: Keeps what the program prints, however it ends.
         preloaded: Forks the program, in place of starting the command.
+        returns_metadata: It leaves the task's metadata in `metadata.json`.
         task: The task, written to `task.json` in its folder; gateway URL and key are in the
             environment variables that the SDKs read.
 
@@ -93,7 +97,7 @@ async def run_command(
         tempfile.TemporaryFile() as output,  # not a pipe, which a detached process might keep open
     ):
         folder = Path(path)
-        names = ("prompt", "label", "metadata", "evaluation", "seed")
+        names = ("sample_id", "prompt", "label", "metadata", "evaluation", "seed")
         row = {name: getattr(task, name) for name in names}
         (folder / TASK).write_text(json.dumps(row, default=str))
         everyone = _all_episodes() if apart and not_apart() is None else ""
@@ -113,6 +117,8 @@ async def run_command(
             if end.startswith(CANNOT_START):
                 raise RuntimeError(end.removeprefix("slime_like: "))
             raise RuntimeError(f"exit status {status}: {end}")
+        if returns_metadata and (text := _read(folder / METADATA, _MOST_METADATA)) is not None:
+            task.metadata.update(json.loads(text))
         return read_reward(folder / REWARD)
 
 
@@ -186,20 +192,26 @@ def kill_marked(mark: str) -> None:
 def read_reward(path: Path) -> float | None:
     """The number in the file, None if the file does not exist. Raises RuntimeError if it is not a
     file with a number."""
-    try:
-        # do not block on a pipe, or follow a link, that the program created
-        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
-    except FileNotFoundError:
+    text = _read(path, 100)
+    if text is None:
         return None
-    except OSError as error:
-        raise RuntimeError(f"the file {REWARD!r} cannot be read: {error}") from error
-    try:
-        if not stat.S_ISREG(os.fstat(file).st_mode):
-            raise RuntimeError(f"{REWARD!r} is no regular file")
-        text = os.read(file, 100)
-    finally:
-        os.close(file)
     try:
         return float(text)
     except ValueError:
         raise RuntimeError(f"the file {REWARD!r} holds {text!r:.60}, must hold a number") from None
+
+
+def _read(path: Path, limit: int) -> bytes | None:
+    """Up to `limit` bytes of a file that a program has written; None if there is none. Raises
+    RuntimeError if it is no regular file."""
+    try:
+        # do not block on a pipe, or follow a link, that the program created
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise RuntimeError(f"the file {path.name!r} cannot be read: {error}") from error
+    with open(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise RuntimeError(f"{path.name!r} is no regular file")
+        return file.read(limit)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import shlex
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,14 +34,15 @@ from slime_like.agents.tasks import TaskQueue
 from slime_like.agents.templates import ChatTemplate
 from slime_like.environments.base import FLAG as ENVIRONMENT
 from slime_like.environments.base import environment_maker
-from slime_like.import_utils import load_function
+from slime_like.import_utils import absolute, load_function
 from slime_like.logs import warn_rank_0
 from slime_like.programs.environment import environment_without_keys
-from slime_like.programs.preloaded import Preloaded, python_program
+from slime_like.programs.preloaded import Preloaded, PythonProgram, python_program
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+FUNCTION_PROGRAM = "slime_like.agents.function_program"
 logger = logging.getLogger(__name__)
 
 
@@ -53,22 +57,16 @@ class _Agent:
 
 def _make_agent(config: AgentsConfig, output_dir: Path) -> _Agent | None:
     if (path := config.agent_function_path) is not None:
-        return _Agent(f"{AGENT_FUNCTION} {path}", load_function(path, AGENT_FUNCTION))
+        name = f"{AGENT_FUNCTION} {path}"
+        if config.agent_function_isolation:
+            return _Agent(name, _isolated_function(path, config, output_dir))
+        return _Agent(name, load_function(path, AGENT_FUNCTION))
     if (line := config.agent_command) is not None:
         command = shlex.split(line)
-        if config.agent_isolation and (problem := not_apart()) is not None:
-            warn_rank_0(logger, f"{AGENT_COMMAND}: {problem}")
-        outputs = EpisodeOutputs(output_dir)
         preloaded: Preloaded | None = None
         if (modules := config.agent_preload) is not None:
             preloaded = Preloaded(python_program(command), modules, environment_without_keys())
-
-        async def play(task: Task) -> float | None:
-            return await run_command(
-                command, task, apart=config.agent_isolation, outputs=outputs, preloaded=preloaded
-            )
-
-        return _Agent(f"{AGENT_COMMAND} {line!r}", play)
+        return _Agent(f"{AGENT_COMMAND} {line!r}", _player(command, preloaded, config, output_dir))
     if (spec := config.agent_environment) is not None:
         return _Agent(f"{ENVIRONMENT} {spec}", player(environment_maker(spec)))
     if (file := config.agent_worker_keys) is not None:
@@ -76,6 +74,42 @@ def _make_agent(config: AgentsConfig, output_dir: Path) -> _Agent | None:
         tasks = TaskQueue(keys, config.agent_timeout_s, config.agent_heartbeat_s)
         return _Agent(f"{AGENT_WORKERS} {file}", tasks.play, tasks)
     return None
+
+
+def _player(
+    command: Sequence[str],
+    preloaded: Preloaded | None,
+    config: AgentsConfig,
+    output_dir: Path,
+    *,
+    flag: str = AGENT_COMMAND,
+) -> Play:
+    """Runs a program for each episode. flag: names it in messages."""
+    if config.agent_isolation and (problem := not_apart()) is not None:
+        warn_rank_0(logger, f"{flag}: {problem}")
+    outputs = EpisodeOutputs(output_dir)
+
+    async def play(task: Task) -> float | None:
+        return await run_command(
+            command,
+            task,
+            apart=config.agent_isolation,
+            outputs=outputs,
+            preloaded=preloaded,
+            returns_metadata=flag == AGENT_FUNCTION,
+        )
+
+    return play
+
+
+def _isolated_function(path: str, config: AgentsConfig, output_dir: Path) -> Play:
+    """Plays each episode of a function in a process of its own."""
+    words = ("-m", FUNCTION_PROGRAM, absolute(path))
+    # so that it finds the modules that this process finds
+    paths = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    program = PythonProgram((sys.executable,), words, {})
+    preloaded = Preloaded(program, [FUNCTION_PROGRAM], environment_without_keys() | paths)
+    return _player(words, preloaded, config, output_dir, flag=AGENT_FUNCTION)
 
 
 def agent_generate(

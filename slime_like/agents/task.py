@@ -55,13 +55,17 @@ class Task:
                 `Session.answer`.
         """
         assert self.session is not None
+        self._no_stream(parameters)
         body = {"messages": list(messages), **parameters}
-        if body.get("stream"):
-            raise BadRequest("task.chat has no streams; use an SDK at task.base_url")
         request = parse_chat_request(body, self.session.sampling)
         choices = await self.session.answer(request)
         logprobs = bool(body.get("logprobs"))
         return chat_json(choices, self.session, self.model, logprobs=logprobs)
+
+    @staticmethod
+    def _no_stream(parameters: Mapping[str, object]) -> None:
+        if parameters.get("stream"):
+            raise BadRequest("task.chat has no streams; use an SDK at task.base_url")
 
     def reward(self, value: float, answer: int = -1) -> None:
         """Add to the reward of one turn, the newest by default. Raises BadRequest unless the value

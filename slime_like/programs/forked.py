@@ -39,7 +39,7 @@ def serve() -> tuple[str, str]:
     if not is_module:
         sys.path.insert(0, os.path.dirname(os.path.realpath(program[0])))
     sys.argv[:] = program[1:] if is_module else program  # as imports of the program find it
-    problem = _import(modules)
+    problem = _import(modules, program[1] if is_module else None)
     sys.stdout.flush()  # or every program would print what the imports have printed
     sys.stderr.flush()
     control.sendall(json.dumps({"problem": problem}).encode() + b"\n")
@@ -47,17 +47,21 @@ def serve() -> tuple[str, str]:
         raise SystemExit(1)
     gc.freeze()  # what is imported is shared by all forks, and not collected again in each
     _fork_programs(control)
-    for name in [n for n in sys.modules if n.split(".")[0] == "slime_like"]:
-        del sys.modules[name]  # the program may have one of its own
+    if not (is_module and program[1].startswith("slime_like.")):
+        for name in [n for n in sys.modules if n.split(".")[0] == "slime_like"]:
+            del sys.modules[name]  # the program may have one of its own
     _reseed()
     return ("run_module" if is_module else "run_path"), sys.argv[0]
 
 
-def _import(modules: list[str]) -> str | None:
-    """Import the modules; why that cannot be, or None."""
+def _import(modules: list[str], program: str | None) -> str | None:
+    """Import the modules; why that cannot be, or None. program: the module that runs; if it is
+    among them, its function `before_fork` is called, should it have one."""
     for name in modules:
         try:
-            importlib.import_module(name)
+            module = importlib.import_module(name)
+            if name == program and hasattr(module, "before_fork"):
+                module.before_fork()
         except BaseException as error:
             return f"{name}: {type(error).__name__}: {error}"
         others = [t.name for t in threading.enumerate() if t is not threading.main_thread()]
