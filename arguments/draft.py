@@ -13,6 +13,7 @@ from arguments.eval_sets import eval_sets_of
 from arguments.flag_registry import GROUPS
 from arguments.hf.model import HfModel, read_hf_model
 from arguments.hf.model_args import model_args_problems, same_network
+from arguments.hf.vision import read_vision
 from arguments.megatron import NOT_COMPARED, disagreements, merge_network, network_of_flags
 from arguments.megatron_configs import Machine
 from arguments.rules.base import Rule, Settings, Warn
@@ -23,6 +24,7 @@ from arguments.untested import read_untested
 from arguments.values import ParsedArgs
 from slime_like.advantages.registry import advantage_estimators
 from slime_like.config import ConfigError, Problem
+from slime_like.images.settings import VisionSettings
 from slime_like.losses.registry import PolicyLoss
 
 Config = TypeVar("Config")
@@ -106,6 +108,10 @@ def make_draft(
         problems += disagreements(given_gpt, checkpoint.gpt, {})
         configs["gpt"] = dataclasses.replace(configs["gpt"], **{**checkpoint.gpt, **given_gpt})
         model = configs["model"]
+        if configs["data"].multimodal_keys is not None:
+            vision, vision_problems = _vision_of(model, checkpoint)
+            configs["gpt"] = dataclasses.replace(configs["gpt"], vision=vision)
+            problems += vision_problems
         critic_load = configs["critic"].critic_load
         problems += _shape_differences("--ref-load", model.ref_load, model, checkpoint)
         problems += _shape_differences(
@@ -115,6 +121,9 @@ def make_draft(
         problems += model_args_problems(configs["model_args"], checkpoint, frozenset(values))
     core = merge_network(explicit, checkpoint.transformer if checkpoint is not None else {}, values)
     core |= untested
+    vision = configs["gpt"].vision
+    if vision is not None and vision.sections:
+        core.setdefault("apply_rope_fusion", False)  # its kernel takes one position per row
     eval_sets, eval_problems = eval_sets_of(configs["eval"])
     problems += eval_problems
     plans_gpus = configs["preflight"].preflight and configs["preflight"].preflight_machine == "gpu"
@@ -131,6 +140,20 @@ def make_draft(
     for rule in program.rules:
         problems += rule(settings)
     return Draft(settings, problems, checkpoint)
+
+
+def _vision_of(
+    model: ModelConfig, checkpoint: HfModel
+) -> tuple[VisionSettings | None, list[Problem]]:
+    """The vision tower of --hf-checkpoint, as the run trains it."""
+    assert model.hf_checkpoint is not None
+    try:
+        vision = read_vision(model.hf_checkpoint, checkpoint)
+    except ConfigError as error:
+        return None, list(error.problems)
+    return dataclasses.replace(
+        vision, trained=model.train_vision_tower, learning_rate=model.vision_tower_lr
+    ), []
 
 
 def _has_yarn(checkpoint: HfModel) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from arguments.hf.model import HfModel, read_hf_model
+from arguments.hf.vision import read_vision
 from arguments.megatron_configs import build_megatron_configs
 from arguments.rules.base import Settings
 from arguments.run_config import TeacherModel
@@ -44,4 +45,6 @@ def _shape_of_teacher(
     shape = read_hf_model(folder)
     policy = {} if checkpoint is None else checkpoint.transformer
     core = {name: value for name, value in s.core.items() if name not in policy} | shape.transformer
-    return core, dataclasses.replace(s.gpt, **shape.gpt, custom_model_provider_path=None)
+    vision = None if s.gpt.vision is None else read_vision(folder, shape, flag="--opd-teacher-load")
+    changes = {**shape.gpt, "custom_model_provider_path": None, "vision": vision}
+    return core, dataclasses.replace(s.gpt, **changes)

@@ -18,33 +18,40 @@ MERGE_SIZE = 2
 FEATURES = 256
 
 
-def read_vision(folder: str, hf: HfModel, *, trained: bool = False) -> VisionSettings:
+def read_vision(
+    folder: str, hf: HfModel, *, flag: str = "--hf-checkpoint", trained: bool = False
+) -> VisionSettings:
     """The tower of the model in `folder`.
 
     Args:
         hf: What `read_hf_model` has read there.
+        flag: The flag that names the folder.
         trained: Whether the run trains it.
 
     Raises:
         ConfigError: It has none, or one that is not supported; names the flag and what is missing.
     """
+    where = f"{flag} {folder}"
     family = model_families.get(hf.architecture).vision
     if isinstance(family, str) or family is None:
-        raise _refusal(folder, f"{hf.architecture} {family or 'has no vision tower'}")
+        raise _refusal(where, f"{hf.architecture} {family or 'has no vision tower'}")
     config: dict[str, Any] = read_json(Path(folder) / "config.json")
     tower = config.get("vision_config") or {}
     text = {**config, **(config.get("text_config") or {})}
     image_token = config.get(family.image_token, config.get("image_token_index"))
     if not isinstance(image_token, int) or not 0 <= image_token < hf.gpt["vocab_size"]:
         raise _refusal(
-            folder,
+            where,
             f"config.json: {family.image_token} must be a token of the vocabulary of "
             f"{hf.gpt['vocab_size']}, not {image_token!r}",
         )
     sections: tuple[int, ...] = ()
     if family.axes is not None:
-        rule = PlaceholderRule(image_token, merge_size=tower.get("spatial_merge_size", MERGE_SIZE))
-        sections = _sections(folder, text, hf, family.axes)
+        merge_size = tower.get("spatial_merge_size", MERGE_SIZE)
+        if not isinstance(merge_size, int) or merge_size < 1:
+            raise _refusal(where, f"config.json: spatial_merge_size {merge_size!r} is no size")
+        rule = PlaceholderRule(image_token, merge_size=merge_size)
+        sections = _sections(where, text, hf, family.axes)
     else:
         assert family.features is not None
         rule = PlaceholderRule(image_token, features=config.get(family.features, FEATURES))
@@ -53,40 +60,41 @@ def read_vision(folder: str, hf: HfModel, *, trained: bool = False) -> VisionSet
         json.dumps(config),
         rule,
         sections,
-        _deepstack_layers(folder, tower, hf, family),
+        _deepstack_layers(where, tower, hf, family),
         trained,
     )
 
 
-def _sections(folder: str, text: dict[str, Any], hf: HfModel, axes: RotaryAxes) -> tuple[int, ...]:
+def _sections(where: str, text: dict[str, Any], hf: HfModel, axes: RotaryAxes) -> tuple[int, ...]:
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
     sections = rope.get("mrope_section") or axes.sections
     pairs = hf.transformer["kv_channels"] * hf.gpt["rotary_percent"] / 2
     if len(sections) != 3 or not all(isinstance(n, int) for n in sections):
-        raise _refusal(folder, f"config.json: mrope_section must be 3 integers, not {sections!r}")
+        raise _refusal(where, f"config.json: mrope_section must be 3 integers, not {sections!r}")
     if sum(sections) != pairs:
         raise _refusal(
-            folder,
+            where,
             f"config.json: mrope_section {list(sections)} has {sum(sections)} angles of a head's "
             f"{pairs:g}",
         )
-    if hf.gpt["position_embedding_type"] != "rope" or hf.gpt["use_rope_scaling"]:
-        raise _refusal(folder, "config.json: scaled rotary positions of images are not supported")
+    scaled = hf.gpt["use_rope_scaling"] or hf.gpt["rotary_seq_len_interpolation_factor"]
+    if hf.gpt["position_embedding_type"] != "rope" or scaled:
+        raise _refusal(where, "config.json: scaled rotary positions of images are not supported")
     return tuple(sections)
 
 
-def _deepstack_layers(folder: str, tower: dict[str, Any], hf: HfModel, family: VisionFamily) -> int:
+def _deepstack_layers(where: str, tower: dict[str, Any], hf: HfModel, family: VisionFamily) -> int:
     if family.deepstack is None:
         return 0
     layers = tower.get(family.deepstack)
     if not isinstance(layers, list) or len(layers) > hf.transformer["num_layers"]:
         raise _refusal(
-            folder,
+            where,
             f"config.json: {family.deepstack} must be a list of at most "
             f"{hf.transformer['num_layers']} layers, not {layers!r}",
         )
     return len(layers)
 
 
-def _refusal(folder: str, message: str) -> ConfigError:
-    return ConfigError([Problem("--multimodal-keys", None, f"--hf-checkpoint {folder}: {message}")])
+def _refusal(where: str, message: str) -> ConfigError:
+    return ConfigError([Problem("--multimodal-keys", None, f"{where}: {message}")])

@@ -29,6 +29,7 @@ from arguments.rules.data import DATA_RULES, truncates
 from arguments.rules.declared import check_declared_rules
 from arguments.rules.distillation import DISTILLATION_RULES, warn_zero_reward
 from arguments.rules.files import FILE_RULES
+from arguments.rules.images import IMAGE_RULES
 from arguments.rules.layout import (
     BATCH_FLAGS,
     BATCH_RULES,
@@ -93,6 +94,7 @@ RULES: tuple[Rule, ...] = (
     *SLIME_RULES,
     *PARALLEL_RULES,
     *NETWORK_RULES,
+    *IMAGE_RULES,
     *MOE_RULES,
     *BATCH_RULES,
     *MICRO_BATCH_RULES,

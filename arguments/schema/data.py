@@ -61,6 +61,7 @@ class DataConfig(CheckedSettings):
         '{"image": "images"}. Each belongs where the text has <image> or the message a part of '
         "type 'image', which may hold its image itself.",
         metavar="JSON",
+        excludes=("@reward_model", "mtp_num_layers", "custom_model_provider_path"),
     )
     max_image_mb: float = arg(
         20.0,

@@ -62,6 +62,19 @@ class ModelConfig(CheckedSettings):
         nargs="+",
         excludes="lora_rank",
     )
+    train_vision_tower: bool = arg(
+        False,
+        "Train the vision tower with the language model. It is frozen otherwise: neither synced to "
+        "engines nor changed when the model is saved.",
+        needs="multimodal_keys",
+        excludes=("lora_rank", "optimizer=muon, which needs matrices only; use adam"),
+    )
+    vision_tower_lr: float | None = arg(
+        None,
+        "Peak learning rate of the vision tower, in place of --lr; the schedule is the same.",
+        legal=POSITIVE,
+        needs="train_vision_tower",
+    )
     allow_untested: list[str] | None = arg(
         None,
         "NAME:VALUE settings of megatron-core that are rejected otherwise, because no test covers "

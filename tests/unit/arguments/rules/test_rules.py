@@ -389,6 +389,8 @@ def value_for(flag: Flag) -> str | None:
     """A legal word other than the default; None for a switch."""
     if flag.kind == "switch":
         return None
+    if flag.kind == "json":
+        return '{"image":"images"}'
     if flag.dest == "lora_target_modules":
         return "q_proj"
     if flag.choices:

@@ -1,0 +1,38 @@
+"""Rules about the network of a run with images."""
+
+from __future__ import annotations
+
+from arguments.rules.base import Rule, Settings, problem
+from arguments.rules.pipeline import first_layers, virtual_stages_of
+from slime_like.config import Problem
+
+
+def check_deepstack_layers(s: Settings) -> list[Problem]:
+    """The layers whose outputs get features of images are in the first (virtual) pipeline stage,
+    with the tower."""
+    if s.gpt.vision is None:
+        return []
+    needed = s.gpt.vision.deepstack_layers
+    starts = first_layers(s)
+    if not starts or starts[0] >= needed:
+        return []
+    chunks = virtual_stages_of(s.parallel, s.core)
+    stage = "pipeline stage" if chunks is None else "virtual pipeline stage"
+    return problem(
+        "multimodal_keys",
+        None,
+        f"images enter the outputs of the first {needed} layers of this model, and the first "
+        f"{stage} has {starts[0]}; use fewer stages, or give the first one more layers with "
+        "--decoder-first-pipeline-num-layers",
+    )
+
+
+def check_rope_kernel(s: Settings) -> list[Problem]:
+    """The fused kernel of rotary embeddings counts positions by itself."""
+    if s.gpt.vision is None or not s.gpt.vision.sections or not s.core.get("apply_rope_fusion"):
+        return []
+    message = "cannot be combined with --multimodal-keys: images have positions on three axes"
+    return problem("apply_rope_fusion", True, message)
+
+
+IMAGE_RULES: tuple[Rule, ...] = (check_deepstack_layers, check_rope_kernel)
