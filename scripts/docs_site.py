@@ -7,6 +7,7 @@ these files. Every page is also there as Markdown, and llms.txt lists these (htt
 
 from __future__ import annotations
 
+import json
 import os
 import posixpath
 import re
@@ -23,6 +24,10 @@ PAGES = HOMES | {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
     "SECURITY.md": "security.md",
+}
+PAGES |= {
+    path.relative_to(ROOT).as_posix(): f"recipes/{path.parent.name}.md"
+    for path in sorted((ROOT / "scripts/recipes").glob("*/README.md"))
 }
 LANGUAGES = ("en", "zh")
 _FENCED = re.compile(r"(^```.*?^```[ ]*$)", re.MULTILINE | re.DOTALL)
@@ -174,8 +179,9 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 
 def twin(page: str) -> str | None:
-    """The same page in the other language."""
-    homes = list(HOMES.values())
+    """The same page in the other language. page: Markdown or HTML."""
+    suffix = posixpath.splitext(page)[1]
+    homes = [home.replace(".md", suffix) for home in HOMES.values()]
     if page in homes:
         return homes[1 - homes.index(page)]
     folder, _, rest = page.partition("/")
@@ -273,18 +279,40 @@ def problems(site: Path) -> list[str]:
     return found
 
 
-def search_from_a_folder(site: Path) -> None:
-    """Also write the search index as a script, because a page opened from a local folder cannot
-    load JSON."""
-    index = (site / "search/search_index.json").read_text("utf-8")
-    (site / "search/search_index.js").write_text(f"var __index = {index}", "utf-8")
+def search_by_language(site: Path) -> None:
+    """Divide the search index into one a language, and let a page load that of its own. Also write
+    each as a script, because a page opened from a local folder cannot load JSON.
+
+    Pages that are in English only, such as the flags, are in both.
+    """
+    whole = site / "search/search_index.json"
+    index = json.loads(whole.read_text("utf-8"))
+    pages = {entry["location"].partition("#")[0] for entry in index["docs"]}
+    chinese = {page for page in pages if page.startswith("zh/")}
+    other = {page for page in pages - chinese if twin(page) in chinese}
+    for language, left_out in (("en", chinese), ("zh", other)):
+        found = [e for e in index["docs"] if e["location"].partition("#")[0] not in left_out]
+        text = json.dumps({**index, "docs": found}, ensure_ascii=False, separators=(",", ":"))
+        folder = site / "search" / language
+        folder.mkdir(exist_ok=True)
+        (folder / whole.name).write_text(text, "utf-8")
+        (folder / f"{whole.stem}.js").write_text(f"var __index = {text}", "utf-8")
+    whole.unlink()
+    (theme,) = (site / "assets/javascripts").glob("bundle.*.min.js")
+    code = theme.read_text("utf-8")
+    for suffix in ("js", "json"):
+        loaded = f'"search/search_index.{suffix}"'
+        assert code.count(loaded) == 1, f"{theme.name} loads its search index in another way"
+        own = f'"search/"+document.documentElement.lang+"/search_index.{suffix}"'
+        code = code.replace(loaded, own)
+    theme.write_text(code, "utf-8")
 
 
 def on_post_build(config: Any) -> None:
     from mkdocs.exceptions import PluginError
 
     site = Path(config.site_dir)
-    search_from_a_folder(site)
+    search_by_language(site)
     summary = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["description"]
     (site / "llms.txt").write_text(llms_txt(f"{summary}."), "utf-8")
     for path in sorted(site.rglob("*.html")):

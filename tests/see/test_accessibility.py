@@ -95,6 +95,8 @@ def test_a_page_with_faults_is_found(browser: Any, axe: str, tmp_path: Path) -> 
     [
         ("en/moe", "router", "en/moe.html"),
         ("en/index", "rollout_batch_size", "en/rollouts.html"),
+        ("en/index", "install flash attention", "en/getting_started.html"),
+        ("zh/index", "安装 flash attention", "zh/getting_started.html"),
         ("zh/moe", "重放", "zh/moe.html"),
         ("zh/home", "优势", "zh/algorithms/advantages.html"),
         ("zh/home", "entropy", "zh/algorithms/kl_entropy.html"),
@@ -115,4 +117,6 @@ def test_the_search_finds(page: str, word: str, there: str, browser: Any, site: 
     assert re.search(r"\d", tab.inner_text(".md-search-result__meta"))
     links = [link.get_attribute("href") for link in tab.locator(".md-search-result__link").all()]
     assert any(f"/{there}" in link for link in links), links
+    other = "/zh/" if page.startswith("en/") else "/en/"
+    assert not [link for link in links if other in link], "in the language of the reader"
     tab.close()

@@ -25,7 +25,7 @@ function facts(run) {
     ...evaluations.map((name) => [`${titleOf(name)[0]}, first → last`, change(name)]),
     ["Rollouts", wanted ? `${last} of ${wanted}` : String(last)],
     ["Duration", times.length > 1 ? duration(times[times.length - 1] - times[0]) : null],
-    ["Layout", run.layout], ["Device", run.environment && run.environment.device],
+    ["Layout", run.world_size === 1 ? "1 process" : run.layout], ["Device", run.environment && run.environment.device],
     ["Commit", commit ? commit.slice(0, 10) + (commit.endsWith("-dirty") ? ", changed" : "") : null],
   ].filter(([, value]) => value);
 }
