@@ -45,6 +45,11 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument(
         "--save", required=True, help="folder for the checkpoint; must have none yet"
     )
+    result.add_argument(
+        "--vision-tower",
+        action="store_true",
+        help="also the vision tower, for runs with --multimodal-keys",
+    )
     result.add_argument("--tensor-model-parallel-size", type=int, default=1)
     result.add_argument("--pipeline-model-parallel-size", type=int, default=1)
     result.add_argument("--expert-model-parallel-size", type=int, default=1)
@@ -79,6 +84,7 @@ def convert(args: argparse.Namespace) -> int:
     world = rank_and_world()[1]
     parallel = layout_of(args, hf, world)
     warn_of_tokenizer(hf, args.hf_checkpoint)
+    from arguments.hf.vision import read_vision
     from slime_like.conversion.network import MetaNetwork, conversion_layout
     from slime_like.conversion.to_hf import NetworkSource
     from slime_like.conversion.to_megatron import convert_to_megatron
@@ -86,10 +92,13 @@ def convert(args: argparse.Namespace) -> int:
 
     dtype = torch_dtype(args.dtype or hf.dtype or "fp32")
     critic = args.network == "critic"
+    vision = None
+    if args.vision_tower:
+        vision = read_vision(args.hf_checkpoint, hf, trained=not critic)
     started = time.perf_counter()
     with world_of_processes(parallel):
         with model_parallel_groups(parallel, virtual_stages=None, seed=1) as layout:
-            network = MetaNetwork(hf, parallel, layout, dtype, value_head=critic)
+            network = MetaNetwork(hf, parallel, layout, dtype, value_head=critic, vision=vision)
             with progress(args, "to Megatron", network.nbytes * world) as advance:
                 converted = convert_to_megatron(
                     network, args.hf_checkpoint, args.save, workers=args.workers, advance=advance
@@ -99,7 +108,7 @@ def convert(args: argparse.Namespace) -> int:
         if args.verify:
             alone = conversion_layout(hf)
             with model_parallel_groups(alone, virtual_stages=None, seed=1) as layout:
-                network = MetaNetwork(hf, alone, layout, value_head=critic)
+                network = MetaNetwork(hf, alone, layout, value_head=critic, vision=vision)
                 folder = converted.folder / args.network
                 source = NetworkSource(network, folder, args.hf_checkpoint)
                 verify(args, source, args.hf_checkpoint, converted.bytes)

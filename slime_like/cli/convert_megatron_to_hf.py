@@ -77,6 +77,7 @@ def convert(args: argparse.Namespace) -> int:
             "--verify excludes --quantized: quantised weights differ from the checkpoint's"
         )
     hf = start(args)
+    from arguments.hf.vision import read_vision
     from slime_like.checkpoints.folders import checkpoint_folder
     from slime_like.conversion.network import MetaNetwork, conversion_layout
     from slime_like.conversion.to_hf import NetworkSource, convert_to_hf
@@ -93,7 +94,12 @@ def convert(args: argparse.Namespace) -> int:
         state = open_checkpoint(folder, verify=not args.no_verify_checkpoint)
         check_network(args.network, folder, state)
         mtp_layers = None if critic else state["model"].get("mtp_num_layers")
-        network = MetaNetwork(hf, parallel, layout, value_head=critic, mtp_layers=mtp_layers)
+        vision = None
+        if state["model"].get("vision_tower"):
+            vision = read_vision(args.hf_checkpoint, hf, trained=not critic)
+        network = MetaNetwork(
+            hf, parallel, layout, value_head=critic, mtp_layers=mtp_layers, vision=vision
+        )
         check_template(args.hf_checkpoint, folder, state, network)
         source = NetworkSource(
             network,

@@ -18,6 +18,7 @@ from arguments.megatron import merge_network
 from arguments.megatron_configs import Machine, build_megatron_configs
 from arguments.schema import GPTModelConfig, ModelConfig, ParallelConfig
 from slime_like.config import ConfigError
+from slime_like.images.settings import VisionSettings
 from slime_like.megatron.checkpoint.networks import (
     SavedNetwork,
     adapt_names,
@@ -32,6 +33,7 @@ from slime_like.megatron.network import Network
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.weights.hf_import import HfWeights, open_hf_weights
 from slime_like.weights.parameter_map import global_parameters, named_weights
+from slime_like.weights.untrained import with_trained_tower
 
 TIMEOUT_MINUTES = 24 * 60.0  # a rank may keep writing long after the others are done
 NO_ACCELERATOR = Machine(cuda=False, transformer_engine=False, gradient_fusion=False)
@@ -82,10 +84,12 @@ class MetaNetwork(Network):
         *,
         value_head: bool = False,
         mtp_layers: int | None = None,
+        vision: VisionSettings | None = None,
     ) -> None:
         """
         Args:
             mtp_layers: Number of multi-token prediction layers.
+            vision: The vision tower, if it is converted.
 
         Raises:
             ConfigError: megatron-core's objections to the model in this layout.
@@ -99,10 +103,10 @@ class MetaNetwork(Network):
         )
         if built is None:
             raise ConfigError(problems)
-        gpt = GPTModelConfig(**hf.gpt, mtp_num_layers=mtp_layers)
+        gpt = GPTModelConfig(**hf.gpt, mtp_num_layers=mtp_layers, vision=vision)
         with OnMeta():
             super().__init__(built.transformer, gpt, "local", layout, value_head=value_head)
-        self.hf = hf
+        self.hf = hf if vision is None else with_trained_tower(hf, vision)
         for chunk in self.chunks:
             with keep_float32_buffers(chunk):
                 chunk.to(dtype)  # of any kind, while training knows float32 and bfloat16

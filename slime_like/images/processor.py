@@ -19,6 +19,7 @@ from slime_like.images.encoded import EncodedImage
 from slime_like.images.files import DEFAULT_LIMITS, ImageLimits, ImageProblem, decode
 from slime_like.images.inputs import ImageInputs, concatenate
 from slime_like.images.rows import PlaceholderRule
+from slime_like.lazy import torch
 from slime_like.text import clean
 
 if TYPE_CHECKING:
@@ -168,10 +169,12 @@ class ImageProcessor:
             if key in self._cached:
                 self._cached.move_to_end(key)
                 return self._cached[key]
-        if len(images) == 1:
-            made = self._make(images[0])
-        else:
-            made = concatenate([self.inputs([image]) for image in images])
+        # the engine may ask first, in inference mode, of which a trained tower can save no tensor
+        with torch.inference_mode(False):
+            if len(images) == 1:
+                made = self._make(images[0])
+            else:
+                made = concatenate([self.inputs([image]) for image in images])
         with self._lock:
             self._cached[key] = made
             while len(self._cached) > 1 and self._cached_bytes() > self._cache_bytes:

@@ -10,8 +10,14 @@ from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import (
+    MegatronOptimizer,
+    OptimizerConfig,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+from megatron.core.optimizer.optimizer_config import ParamKey
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import unwrap_model
 from torch import Tensor
@@ -34,9 +40,7 @@ def build_optimizer(
     """megatron-core's optimizer over the wrapped chunks."""
     if config.optimizer == "muon":
         return build_muon(config, chunks)
-    overrides = None
-    if (learning_rate := tower_learning_rate(chunks)) is not None:
-        overrides = tower_overrides(config, learning_rate)
+    overrides = group_overrides(config, tower_learning_rate(chunks))
     optimizer = get_megatron_optimizer(config, list(chunks), overrides)
     share_loss_scale(optimizer, config)
     return optimizer
@@ -49,14 +53,25 @@ def tower_learning_rate(chunks: Sequence[DistributedDataParallel]) -> float | No
     return None if vision is None or not vision.trained else vision.learning_rate
 
 
-def tower_overrides(config: OptimizerConfig, learning_rate: float) -> dict[Any, dict[str, float]]:
-    """megatron-core's settings of parameter groups, with the tower's."""
-    from megatron.core.optimizer import get_standard_config_overrides
-    from megatron.core.optimizer.optimizer_config import ParamKey
+def group_overrides(
+    config: OptimizerConfig, tower: float | None
+) -> dict[ParamKey, dict[str, float]]:
+    """megatron-core's settings of parameter groups, and those of the vision tower.
 
-    smallest = (config.min_lr or 0.0) * learning_rate / config.lr
-    own = {"max_lr": learning_rate, "min_lr": smallest}
-    return {**get_standard_config_overrides(config), ParamKey(attr=TOWER_PARAMETER): own}
+    A checkpoint's groups are told apart by some of their settings, of which the learning rate is
+    none; `is_decoupled_lr` is.
+
+    Args:
+        tower: The tower's learning rate, if it has its own.
+    """
+    overrides: dict[ParamKey, dict[str, float]] = {}
+    for key, own in get_standard_config_overrides(config).items():
+        overrides[key] = {**own, **({"is_decoupled_lr": 1} if "max_lr" in own else {})}
+    if tower is not None:
+        smallest = (config.min_lr or 0.0) * tower / config.lr
+        own = {"max_lr": tower, "min_lr": smallest, "is_decoupled_lr": 2}
+        overrides[ParamKey(attr=TOWER_PARAMETER)] = own
+    return overrides
 
 
 def build_scheduler(

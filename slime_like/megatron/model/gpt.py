@@ -103,6 +103,8 @@ def model_shape(config: TransformerConfig, gpt: GPTModelConfig) -> dict[str, obj
     shape["untied_embeddings"] = gpt.untie_embeddings_and_output_weights
     if gpt.mtp_num_layers:
         shape["mtp_num_layers"] = gpt.mtp_num_layers
+    if gpt.vision is not None:
+        shape["vision_tower"] = True
     return shape
 
 
