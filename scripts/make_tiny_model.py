@@ -79,6 +79,8 @@ def tiny_settings(family: ModelFamily, **changes: Any) -> dict[str, Any]:
     if not family.text_config:
         return settings
     vision = settings.pop("vision_config")
+    if "image_token_id" in settings and "rope_parameters" not in changes:
+        settings["rope_parameters"] = rope_of_images(settings)
     of_images = {key: settings.pop(key) for key in IMAGE_KEYS if key in settings}
     tied = bool(settings["tie_word_embeddings"])
     return {
@@ -98,6 +100,15 @@ def image_settings(family: ModelFamily, tokenizer: Any) -> dict[str, Any]:
     ids = {"vision_start_token_id": start, "vision_end_token_id": end, "image_token_id": place}
     tower = {**dict(family.tiny["vision_config"]), **PATCH_TOWER}  # type: ignore[call-overload]
     return ids | {"vision_config": tower}
+
+
+def rope_of_images(settings: dict[str, Any]) -> dict[str, Any]:
+    """Rotary embeddings of a head, with their angles spread over time, height and width."""
+    rope = {"rope_type": "default", "rope_theta": 10000.0, **settings.get("rope_parameters", {})}
+    size = settings.get("head_dim") or settings["hidden_size"] // settings["num_attention_heads"]
+    share = rope.get("partial_rotary_factor", settings.get("partial_rotary_factor", 1.0))
+    pairs = int(size * share) // 2
+    return {**rope, "mrope_section": [pairs - 2 * (pairs // 3), pairs // 3, pairs // 3]}
 
 
 def takes_whole_images(family: ModelFamily) -> bool:

@@ -10,9 +10,12 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from arguments.hf.model import read_hf_model
+from arguments.hf.vision import read_vision
 from slime_like.cli.tiny_model import IMAGE, make_tokenizer, save_image_processor
 from slime_like.images.files import DEFAULT_LIMITS, ImageLimits
 from slime_like.images.processor import ImageProcessor
+from slime_like.images.rows import PlaceholderRule
 
 VISION = {"patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 1}
 
@@ -28,13 +31,11 @@ def picture(
 
 
 def processor_folder(folder: Path) -> tuple[Any, str]:
-    """A folder with tokenizer, image processor and the ids of config.json; and the tokenizer."""
+    """A folder with tokenizer, image processor ; and the tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = make_tokenizer(images=True)
     tokenizer.save_pretrained(folder)
     save_image_processor(folder, VISION)
-    token = tokenizer.convert_tokens_to_ids(IMAGE)
-    (folder / "config.json").write_text(json.dumps({"image_token_id": token}))
     return tokenizer, str(folder)
 
 
@@ -42,4 +43,15 @@ def tiny_processor(
     folder: Path, limits: ImageLimits = DEFAULT_LIMITS
 ) -> tuple[Any, ImageProcessor]:
     tokenizer, path = processor_folder(folder)
-    return tokenizer, ImageProcessor.load(path, tokenizer, limits=limits)
+    rule = PlaceholderRule(tokenizer.convert_tokens_to_ids(IMAGE), merge_size=2)
+    return tokenizer, ImageProcessor.load(path, tokenizer, rule, limits=limits)
+
+
+def processor_of(folder: Path, tokenizer: Any) -> ImageProcessor:
+    """The processor of a model's folder, as a run loads it."""
+    config = json.loads((folder / "config.json").read_text())
+    if config["model_type"] == "gemma3":  # of which only the engine takes images
+        rule = PlaceholderRule(config["image_token_index"], features=config["mm_tokens_per_image"])
+    else:
+        rule = read_vision(str(folder), read_hf_model(str(folder))).rule
+    return ImageProcessor.load(str(folder), tokenizer, rule)

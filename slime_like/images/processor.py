@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from slime_like.images.encoded import EncodedImage
 from slime_like.images.files import DEFAULT_LIMITS, ImageLimits, ImageProblem, decode
 from slime_like.images.inputs import ImageInputs, concatenate
-from slime_like.images.rows import PlaceholderRule
+from slime_like.images.rows import PlaceholderRule, feature_counts
 from slime_like.lazy import torch
 from slime_like.text import clean
 
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 SETTINGS_FILES = ("preprocessor_config.json", "processor_config.json")
 _CACHE_BYTES = 2**30  # of pixels, per process
-_TOKEN_KEYS = ("image_token_id", "image_token_index")
 _REMEDY = "copy the model's files into it"
 
 
@@ -41,7 +40,6 @@ class ImageProcessor:
         mark: What the chat template writes for an image.
         image_text: The text of a placeholder.
         written: What the tokenizer gets in the place of a mark, with one placeholder.
-        features: Placeholders of each image; None: they follow from its patches.
         limits: Of each image.
     """
 
@@ -53,7 +51,6 @@ class ImageProcessor:
         image_text: str,
         written: str,
         *,
-        features: int | None,
         limits: ImageLimits = DEFAULT_LIMITS,
         cache_bytes: int = _CACHE_BYTES,
     ) -> None:
@@ -63,7 +60,6 @@ class ImageProcessor:
         self.limits = limits
         self._processor = processor
         self._written = written
-        self._features = features
         self._cache_bytes = cache_bytes
         self._cached: OrderedDict[tuple[str, ...], ImageInputs] = OrderedDict()
         self._lock = threading.Lock()  # generation and training may be two threads
@@ -73,14 +69,15 @@ class ImageProcessor:
         cls,
         folder: str,
         tokenizer: PreTrainedTokenizerBase,
+        rule: PlaceholderRule,
         *,
         limits: ImageLimits = DEFAULT_LIMITS,
         trust_remote_code: bool = False,
     ) -> ImageProcessor:
-        """Load the processor of a model.
+        """Load the processor of a model. rule: of its config.json.
 
         Raises:
-            ValueError: Names the folder: it has no image processor or no placeholder, or the
+            ValueError: Names the folder: it has no image processor, one of another model, or the
                 tokenizer is another model's.
         """
         where = f"--multimodal-keys: --hf-checkpoint {folder}"
@@ -95,39 +92,39 @@ class ImageProcessor:
             processor = AutoImageProcessor.from_pretrained(
                 folder, backend="pil", trust_remote_code=trust_remote_code
             )
-            config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
         except Exception as error:  # transformers and its dependencies raise nearly anything
             reason = clean(str(error).strip().split("\n", 1)[0] or repr(error), 300)
             raise ValueError(
                 f"{where}: its image processor cannot be loaded "
                 f"({type(error).__name__}: {reason}); {_REMEDY}"
             ) from error
-        token = next((config[key] for key in _TOKEN_KEYS if config.get(key) is not None), None)
-        if not isinstance(token, int):
-            raise ValueError(f"{where}: config.json names no {_TOKEN_KEYS[0]}; {_REMEDY}")
-        text = _text_of(tokenizer, token, where)
+        text = _text_of(tokenizer, rule.image_token, where)
         merge_size = getattr(processor, "merge_size", None)
+        if merge_size != rule.merge_size:
+            raise ValueError(
+                f"{where}: its image processor has merge_size {merge_size}, and config.json "
+                f"{rule.merge_size}; {_REMEDY}"
+            )
         if merge_size is not None:
-            rule = PlaceholderRule(token, int(merge_size))
-            return cls(processor, rule, text, text, text, features=None, limits=limits)
+            return cls(processor, rule, text, text, text, limits=limits)
         # Gemma 3: whole images of one size, each between two tokens and line ends
         if getattr(processor, "do_pan_and_scan", None):
             raise ValueError(f"{where}: do_pan_and_scan is not offered; set it to false")
+        config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
         start, end = (
             _text_of(tokenizer, config.get(key), where)
             for key in ("boi_token_index", "eoi_token_index")
         )
-        count = config.get("mm_tokens_per_image", 256)
+        assert rule.features is not None
         written = f"\n\n{start}{text}{end}\n\n"
-        rule = PlaceholderRule(token, features=count)
-        return cls(processor, rule, start, text, written, features=count, limits=limits)
+        return cls(processor, rule, start, text, written, limits=limits)
 
     def num_tokens(self, height: int, width: int) -> int:
         """The number of placeholders of an image. Raises ImageProblem for a size that the
         processor does not take."""
-        if self._features is not None:
-            return self._features
-        assert self.rule.merge_size is not None
+        if self.rule.merge_size is None:
+            assert self.rule.features is not None
+            return self.rule.features
         try:
             patches = self._processor.get_number_of_image_patches(height, width)
         except Exception as error:  # e.g. an image 200 times as wide as high
@@ -153,13 +150,7 @@ class ImageProcessor:
 
     def token_counts(self, images: Sequence[EncodedImage]) -> list[int]:
         """The number of placeholders of each image."""
-        return [self._count(self.inputs([image])) for image in images]
-
-    def _count(self, inputs: ImageInputs) -> int:
-        if self._features is not None:
-            return self._features
-        assert inputs.grids is not None and self.rule.merge_size is not None
-        return int(inputs.grids.prod()) // self.rule.merge_size**2
+        return feature_counts(self.inputs(images), self.rule) if images else []
 
     def inputs(self, images: Sequence[EncodedImage]) -> ImageInputs:
         """What the tower takes for these images, at least one, in order. The last ones stay in

@@ -53,11 +53,12 @@ def run_image_processor(
 ) -> ImageProcessor | None:
     """The image processor of --hf-checkpoint; None without --multimodal-keys. Raises ValueError."""
     data = config.data
-    if data.multimodal_keys is None or config.model.hf_checkpoint is None:
+    if config.gpt.vision is None or config.model.hf_checkpoint is None:
         return None
     return ImageProcessor.load(
         config.model.hf_checkpoint,
         tokenizer,
+        config.gpt.vision.rule,
         limits=ImageLimits(
             int(data.max_image_mb * 2**20), data.max_image_pixels, data.image_decode_timeout_s
         ),

@@ -16,7 +16,8 @@ from slime_like.engines.base import GenerateRequest, SamplingParams
 from slime_like.engines.local.engine import LocalEngine
 from slime_like.images.encoded import EncodedImage
 from slime_like.images.processor import ImageProcessor
-from tests.vision import picture
+from slime_like.images.rows import PlaceholderRule
+from tests.vision import picture, processor_folder, processor_of
 
 IMAGES = [EncodedImage(picture(*size)) for size in ((0, 16, 24), (1, 32, 16), (2, 16, 16))]
 SIX = SamplingParams(max_new_tokens=6, ignore_end_tokens=True)
@@ -66,9 +67,11 @@ class Served:
 
 
 def served(folder, like):
-    model = make_tiny_model(like, folder, images=True)
+    quarter = {"partial_rotary_factor": 0.5, "mrope_section": [4, 2, 2], "rope_theta": 4321.0}
+    changes = {"head_dim": 32, "rope_parameters": {"rope_type": "default", **quarter}}
+    model = make_tiny_model(like, folder, images=True, **(changes if like == "Qwen3.5" else {}))
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    processor = ImageProcessor.load(str(folder), tokenizer)
+    processor = processor_of(folder, tokenizer)
     engine = LocalEngine(str(folder), tokenizer, images=processor)
     engine.update_weights(iter(load_file(folder / "model.safetensors").items()), 1)
     return Served(model, folder, processor, tokenizer, engine)
@@ -205,12 +208,30 @@ def test_an_engine_without_images_refuses_them(qwen):
 def test_a_model_without_a_tower_is_refused(tmp_path):
     make_tiny_model("Qwen3-4B", tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    rule = PlaceholderRule(7, merge_size=2)
     with pytest.raises(ValueError, match="there is no image processor"):
-        ImageProcessor.load(str(tmp_path), tokenizer)
+        ImageProcessor.load(str(tmp_path), tokenizer, rule)
     with pytest.raises(ValueError, match="Qwen3-4B has no vision tower"):
         make_tiny_model("Qwen3-4B", tmp_path, images=True)
-    (tmp_path / "preprocessor_config.json").write_text(
-        json.dumps({"image_processor_type": "Qwen2VLImageProcessor"})
-    )
-    with pytest.raises(ValueError, match="names no image_token_id"):
-        ImageProcessor.load(str(tmp_path), tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"merge_size": 3}, "has merge_size 3, and config.json 2"),
+        ({"image_processor_type": "Nobody"}, "its image processor cannot be loaded"),
+    ],
+)
+def test_the_processor_of_another_model_is_refused(tmp_path, settings, words):
+    tokenizer, folder = processor_folder(tmp_path)
+    path = tmp_path / "preprocessor_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+    rule = PlaceholderRule(tokenizer.convert_tokens_to_ids("<|image_pad|>"), merge_size=2)
+    with pytest.raises(ValueError, match=rf"--multimodal-keys: --hf-checkpoint .*{words}"):
+        ImageProcessor.load(folder, tokenizer, rule)
+
+
+def test_the_tokenizer_of_another_model_is_refused(tmp_path):
+    tokenizer, folder = processor_folder(tmp_path)
+    with pytest.raises(ValueError, match="the tokenizer has no special token 5000"):
+        ImageProcessor.load(folder, tokenizer, PlaceholderRule(5000, merge_size=2))
