@@ -81,14 +81,14 @@ def use(work: Workspace, function: Mapping[str, Any]) -> str:
         if function["name"] == "write_file":
             work.write(str(arguments["path"]), str(arguments["text"]))
             return "written"
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         return f"error: {type(error).__name__}: {error}"
     return f"error: there is no tool {function['name']!r}"
 
 
 def shown(outcome: ShellOutcome) -> str:
     if outcome.status == "files":
-        return f"error: the files are more than {LIMITS.files_mb} MB; they are as before"
+        return f"error: more than {LIMITS.files_mb} MB, or nested too deeply; files are as before"
     end = f"[exit status {outcome.exit_status}]" if outcome.exit_status else ""
     return outcome.output + end
 

@@ -22,7 +22,10 @@ from typing import Any
 
 from slime_like.rewards import confinement
 
+READY = b"R"  # first byte of the answer: the sandbox has started, and the command decides the rest
 HEADER = struct.Struct("<QQ")  # lengths of the JSON and of the archive that follow
+MAX_DEPTH = 64  # folders in a path of the workspace
+MAX_PATH = 1000  # bytes
 # in the in-memory file system of the sandbox
 WORKSPACE = "/tmp/work"
 PROGRAMS = "/tmp/bin"
@@ -42,6 +45,8 @@ def main() -> None:
     confinement.own_namespaces(paths)
     confinement.die_with(int(sys.argv[2]))
     confinement.new_process_namespace()
+    # the first process of a namespace gets only the signals that it handles
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     if (child := os.fork()) == 0:
         try:
             answer, files = _work(request, archive, paths)
@@ -83,6 +88,7 @@ def _work(
         file_bytes=most,
     )
     confinement.lock_shell(paths, "/tmp")
+    os.write(1, READY)
     if archive:
         options: Any = {"filter": "tar"} if hasattr(tarfile, "tar_filter") else {}  # from 3.11.4 on
         with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
@@ -161,12 +167,14 @@ def _shown(file: int, most: int) -> str:
 
 
 def _pack(most: int) -> bytes | None:
-    """Archive the workspace; None if its files exceed `most` bytes. Unreadable files, pipes and the
-    like are skipped."""
+    """Archive the workspace; None if its files exceed `most` bytes or are nested too deeply.
+    Unreadable files, pipes and the like are skipped."""
     packed = io.BytesIO()
     total = 0
     with tarfile.open(fileobj=packed, mode="w") as tar:
         for folder, folders, names in os.walk("."):
+            if folder.count("/") >= MAX_DEPTH or len(os.fsencode(folder)) > MAX_PATH:
+                return None
             for name in (*folders, *names):
                 path = os.path.join(folder, name)
                 with contextlib.suppress(OSError):

@@ -63,6 +63,11 @@ def test_wrong_calls_are_answered() -> None:
     assert use("shell", '{"line": "ls"}') == "error: KeyError: 'command'"
     assert use("shell", "[]").startswith("error: TypeError")
     assert use("shell", "no JSON").startswith("error: JSONDecodeError")
+    assert use("shell", "[" * 100000).startswith("error: RecursionError")
+    assert use("shell", '{"command": "kill -INT 1; echo \\ud800"}').startswith(
+        "sh: the command has"
+    )
+    assert use("write_file", '{"path": "\\ud800", "text": "x"}').startswith("error: ValueError")
     assert use("delete", "{}") == "error: there is no tool 'delete'"
     assert "is no path in the workspace" in use("write_file", '{"path": "../x", "text": "x"}')
     assert use("write_file", '{"path": "a/b", "text": "x"}') == "written"

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from slime_like.rewards import confinement, shell
@@ -103,7 +104,9 @@ def test_what_lies_in_a_readable_folder_is_there_already() -> None:
     assert confinement.outermost(["/usr/bin/env", "/usr", "/nothing", "/usr/bin"]) == ["/usr"]
 
 
-@pytest.mark.parametrize("path", ["/etc/x", "../x", "a/../../x", "", "a\0b"])
+@pytest.mark.parametrize(
+    "path", ["/etc/x", "../x", "a/../../x", "", "a\0b", "a\ud800", "d/" * 100 + "x"]
+)
 def test_a_path_that_leads_out_is_refused(path: str) -> None:
     with pytest.raises(ValueError, match="is no path in the workspace"):
         Workspace(LIMITS).write(path, "x")
@@ -210,6 +213,84 @@ def test_bombs_cost_themselves_alone() -> None:
     status, output = run("i=0; while head -c 9000000 /dev/zero > $i; do i=$((i+1)); done; rm *; "
                          "echo left $i", limits)  # fmt: skip
     assert 2 < int(output.split()[-1]) < 9, "of the 64 MB in memory"
+
+
+DEEP = 'python -c \'import os\nfor _ in range(1500): os.mkdir("d"); os.chdir("d")\''
+
+
+@pytest.mark.parametrize(
+    ("command", "status", "output"),
+    [
+        ("kill -INT 1; echo after", "ok", "after\n"),
+        (
+            "for s in HUP INT QUIT TERM USR1 CHLD PIPE ALRM; do kill -$s 1; done; echo after",
+            "ok",
+            "after\n",
+        ),
+        ("kill -9 -1; echo after", "ok", "after\n"),
+        (DEEP + "; echo made", "files", "made\n"),
+        ("echo a\0b", "ok", "NUL or a surrogate"),
+        ("echo \ud800", "ok", "NUL or a surrogate"),
+        ("x=" + "y" * 200000, "ok", "Argument list too long"),
+    ],
+)
+def test_a_command_has_an_outcome_whatever_it_does(command: str, status: str, output: str) -> None:
+    """And the next one finds the files."""
+    work = Workspace(LIMITS)
+    work.write("kept", "here")
+    outcome = work.run(command)
+    assert outcome.status == status and output in outcome.output
+    assert work.run("cat kept").output == "here"
+
+
+def test_files_of_any_size_reach_a_sandbox_that_starts_slowly(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """More than a pipe holds."""
+    work = Workspace(LIMITS)
+    work.write("kept", "x" * 2**20)
+    monkeypatch.setattr(shell, "_BOOT", f"import time; time.sleep(0.5); {shell._BOOT}")
+    assert work.run("wc -c < kept").output == f"{2**20}\n"
+
+
+def test_a_sandbox_that_is_killed_within_a_command_is_an_outcome(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As where the machine's memory runs out."""
+    work = Workspace(LIMITS)
+    work.write("kept", "here")
+
+    def kill(pid: int) -> int:
+        running = psutil.Process(pid).children(recursive=True)
+        if len(running) > 1:  # the first of the namespace, and the command
+            running[0].kill()
+        return 0
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shell, "_resident", kill)
+        outcome = work.run("rm kept; sleep 60")
+    assert (outcome.status, outcome.exit_status) == ("broken", 137)
+    assert work.run("cat kept").output == "here"
+
+
+def test_a_sandbox_that_does_not_start_is_no_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shell, "_BOOT", "import sys; sys.exit('no start')")
+    with pytest.raises(SandboxError, match="cannot start: no start"):
+        Workspace(LIMITS).run("true")
+
+
+def test_the_memory_of_all_processes_is_limited() -> None:
+    """Each of them is within its own limit."""
+    grow = (
+        'x = bytearray(100 * 2**20); x[::4096] = b"1" * len(x[::4096]); import time; time.sleep(60)'
+    )
+    work = Workspace(ShellLimits(wall_s=120, memory_mb=256, total_memory_mb=300))
+    work.write("kept", "here")
+    assert work.run(f"python -c '{grow.replace('60', '1')}'; rm kept; echo one").output == "one\n"
+    work.write("kept", "here")
+    outcome = work.run(f"rm kept; for i in 1 2 3 4 5 6; do python -c '{grow}' & done; wait")
+    assert (outcome.status, outcome.exit_status) == ("memory", 137)
+    assert "more than 300 MB" in outcome.output and work.run("cat kept").output == "here"
 
 
 def test_it_is_refused_where_a_layer_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
