@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from arguments.schema import ParallelConfig
+from slime_like.distributed.connections import opening_groups
 from slime_like.distributed.rendezvous import environment_rendezvous, join_rendezvous
 from slime_like.errors import RunError
 from slime_like.megatron.parallel_layout import ParallelLayout, read_layout, without_layout
@@ -72,13 +73,14 @@ def world_of_processes(parallel: ParallelConfig) -> Iterator[None]:
     else:
         store = join_rendezvous(meeting, timeout)
         try:
-            dist.init_process_group(
-                backend,
-                store=store,
-                rank=meeting.rank,
-                world_size=meeting.world_size,
-                timeout=timeout,
-            )
+            with opening_groups():
+                dist.init_process_group(
+                    backend,
+                    store=store,
+                    rank=meeting.rank,
+                    world_size=meeting.world_size,
+                    timeout=timeout,
+                )
         except (RuntimeError, ValueError) as error:
             # the rendezvous succeeded, but ranks cannot connect to each other
             raise meeting.failed(f"{backend}: {str(error).splitlines()[0]}") from error
@@ -110,15 +112,16 @@ def make_layout(
 
     from slime_like.megatron.rng import seed_stage
 
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
-        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=virtual_stages,
-        context_parallel_size=parallel.context_parallel_size,
-        expert_model_parallel_size=parallel.expert_model_parallel_size,
-        expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
-        distributed_timeout_minutes=max(1, round(parallel.distributed_timeout_minutes)),
-    )
+    with opening_groups():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+            pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+            virtual_pipeline_model_parallel_size=virtual_stages,
+            context_parallel_size=parallel.context_parallel_size,
+            expert_model_parallel_size=parallel.expert_model_parallel_size,
+            expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
+            distributed_timeout_minutes=max(1, round(parallel.distributed_timeout_minutes)),
+        )
     seed_stage(seed, parallel_state.get_pipeline_model_parallel_rank())
     return read_layout()
 

@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import TypedDict
 
@@ -22,6 +23,7 @@ import torch.distributed as dist
 
 from arguments.run_config import RunConfig
 from slime_like.data.tokenizer import load_tokenizer
+from slime_like.distributed.connections import can_renew, close_connections, renew_groups
 from slime_like.distributed.failure_report import explain, looks_lost
 from slime_like.errors import RunError
 from slime_like.megatron.init import device_of_this_process
@@ -39,7 +41,10 @@ logger = logging.getLogger(__name__)
 # interval of rank 0's keep-alive broadcasts, so that idle collectives do not time out
 IDLE_S = 30.0
 START_S = 120.0  # for the API process to start
-AGREE_S = 10.0  # for the other ranks to report on a command that failed on this one
+# for the other ranks to report on a command that failed on this one: before it frees them from the
+# collective in which they may wait for it, and after that
+FREE_S = 0.5
+AGREE_S = 10.0
 
 
 class CommandOutcome(TypedDict):
@@ -67,6 +72,8 @@ class ModelWorker:
         self.host = host
         self.layout = layout
         self._sequence = 0  # commands so far, equal on all ranks
+        # whether a rank closed its connections for the current command: this one, then any
+        self._closed = False
 
     def serve(self, source: CommandSource | None) -> None:
         """Execute commands until the source ends. source: on rank 0 only."""
@@ -133,10 +140,11 @@ class ModelWorker:
         failed = failed_only(outcomes)
         if not failed:
             return None
-        if any(o["lost"] for o in failed.values()):  # no later collective would work
-            raise RunError(root_failure(failed))
+        left_alone = self._closed or any(o["lost"] for o in failed.values())
+        if left_alone:
+            self._renew_connections(root_failure(failed))
         stage = max(o["stage"] for o in outcomes.values())
-        if len(failed) < self.layout.world_size:
+        if left_alone or len(failed) < self.layout.world_size:
             return Failure("server", root_failure(failed), stage)
         category = "user" if all(o["user"] for o in failed.values()) else "server"
         return Failure(category, str(next(iter(failed.values()))["error"]), stage)
@@ -146,14 +154,20 @@ class ModelWorker:
         store: dist.Store = dist.distributed_c10d._get_default_store()
         store.set(self._key(self.layout.rank), json.dumps(local))
         self._delete_old_outcome(store)
+        self._closed = False
+        free = time.monotonic() + FREE_S
         deadline: float | None = None
         while True:
             outcomes = self._reported(store)
             if len(outcomes) == self.layout.world_size:
+                self._closed = bool(failed_only(outcomes)) and self._any_closed(store)
                 return outcomes
             failed = failed_only(outcomes)
             if failed and deadline is None:
-                deadline = time.monotonic() + AGREE_S
+                deadline = time.monotonic() + FREE_S + AGREE_S
+            if local["error"] and not self._closed and time.monotonic() > free and can_renew():
+                close_connections()
+                self._closed = True
             if deadline is not None and time.monotonic() > deadline:
                 silent = sorted(set(range(self.layout.world_size)) - outcomes.keys())
                 raise RunError(
@@ -161,6 +175,25 @@ class ModelWorker:
                     "which may be stuck in a collective"
                 )
             time.sleep(0.0005)
+
+    def _any_closed(self, store: dist.Store) -> bool:
+        """Whether some rank closed its connections for this command. All have reported, so none
+        will any more."""
+        store.set(self._key(self.layout.rank) + "/closed", str(int(self._closed)))
+        keys = [self._key(rank) + "/closed" for rank in range(self.layout.world_size)]
+        store.wait(keys, timedelta(seconds=AGREE_S))
+        return any(store.get(key) == b"1" for key in keys)
+
+    def _renew_connections(self, failure: str) -> None:
+        """Go on after a failure that left ranks in a collective. Raises RunError with the failure
+        where that cannot be."""
+        if not can_renew() and not self._closed:
+            raise RunError(failure)
+        try:
+            renew_groups()
+        except RunError as error:
+            raise RunError(f"{failure}; {error}") from error
+        self._closed = False
 
     def _reported(self, store: dist.Store) -> dict[int, CommandOutcome]:
         return {
@@ -186,6 +219,7 @@ class ModelWorker:
         if self._sequence > 2:
             with contextlib.suppress(RuntimeError, NotImplementedError):
                 store.delete_key(self._key(self.layout.rank, back=2))
+                store.delete_key(self._key(self.layout.rank, back=2) + "/closed")
 
 
 def is_user_error(error: BaseException | None) -> bool:

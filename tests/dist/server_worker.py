@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from slime_like.distributed import connections
+from slime_like.distributed.connections import opening_groups
 from slime_like.errors import RunError
 from slime_like.tinker import codec, worker
 from slime_like.tinker.errors import Refused
@@ -31,8 +33,8 @@ class Source:
 class Host:
     """Adds up over the ranks, or raises on the ranks that a command names."""
 
-    def __init__(self, rank: int) -> None:
-        self.rank, self.stage = rank, UNCHANGED
+    def __init__(self, rank: int, group: dist.ProcessGroup | None = None) -> None:
+        self.rank, self.stage, self.group = rank, UNCHANGED, group
         self.recovered: list[tuple[str, int, str]] = []
         self.models = {"m": None}
 
@@ -50,7 +52,7 @@ class Host:
             torch.empty(2**60, dtype=torch.uint8)
         total = torch.tensor([self.rank + 1])
         if "no_collective" not in command:
-            dist.all_reduce(total)
+            dist.all_reduce(total, group=self.group)
         return {"total": int(total), "data": command.get("data")}
 
 
@@ -116,15 +118,32 @@ def _flat(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 def a_rank_is_left_in_a_collective(rank: int, world_size: int, arguments: dict[str, Any]) -> Any:
-    """Rank 1 fails before a collective that rank 0 is in: rank 1 does not wait for ever, it ends."""
-    worker.AGREE_S = 1.0
-    started = time.monotonic()
-    loop = worker.ModelWorker(Host(rank), SimpleNamespace(rank=rank, world_size=world_size))  # type: ignore[arg-type]
+    """Rank 1 fails before a collective that rank 0 is in, several times, and at last where the
+    connections can't be closed."""
+    worker.AGREE_S = 5.0
+    with opening_groups():
+        group = dist.new_group(list(range(world_size)))
+    host = Host(rank, group)
+    loop = worker.ModelWorker(host, SimpleNamespace(rank=rank, world_size=world_size))  # type: ignore[arg-type]
+    good = {"id": "0", "op": "sum"}
+    answers = []
+    for command in (
+        {"id": "1", "op": "forward_backward", "model": "m", "exhausts": [1]},
+        {"id": "2", "op": "forward_backward", "model": "m", "fails_on": [0], "stages": [1, 0]},
+        {"id": "3", "op": "optim_step", "model": "m", "exhausts": [1], "stages": [2, 2]},
+    ):
+        started = time.monotonic()
+        answer = loop.execute(command)
+        seconds = time.monotonic() - started
+        answers.append(
+            {**answer, "seconds": seconds, "after": loop.execute(good)["value"]["total"]}
+        )
+    connections._opened.clear()
     if rank == 0:
-        time.sleep(2.5)  # as if in the collective
-        return {}
+        time.sleep(8.0)  # as if in the collective
+        return {"answers": answers, "recovered": host.recovered}
     try:
-        loop.execute({"id": "1", "op": "forward_backward", "model": "m", "fails_on": [1]})
+        loop.execute({"id": "4", "op": "forward_backward", "model": "m", "fails_on": [1]})
     except RunError as error:
-        return {"error": str(error), "seconds": time.monotonic() - started}
+        return {"answers": answers, "recovered": host.recovered, "error": str(error)}
     return {}

@@ -28,6 +28,7 @@ from tests.e2e.api_server import (
     weights_of,
 )
 from tests.e2e.helpers import Workspace
+from tests.e2e.programs import ENVIRONMENT
 
 LAYOUTS = {
     "tp2": ("--tensor-model-parallel-size", "2", "--sequence-parallel"),
@@ -191,3 +192,33 @@ def test_the_workers_may_die(work: Workspace, tmp_path: Path) -> None:
             "loss:sum"
         ] == pytest.approx(expected, rel=1e-6)
         assert server.api_pid == api, "the API process lived on"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("layout", ["tp2", "pp2"])
+def test_memory_of_one_rank(work: Workspace, tmp_path: Path, layout: str) -> None:
+    """One of two ranks runs out of memory: the pass fails and says why, the other rank leaves the
+    collective, and every model goes on."""
+    exhausted = tmp_path / "exhausted"
+    program = ("-m", "tests.e2e.exhausted_server")
+    environment = {**ENVIRONMENT, "EXHAUSTED_RANK_FILE": str(exhausted)}
+    with ApiServer(
+        work.model, tmp_path, *LAYOUTS[layout], ranks=2, program=program, environment=environment
+    ) as server:
+        client = server.client()
+        models = [policy(client, server) for _ in range(2)]
+        for model in models:
+            model.forward_backward(batch(3), "cross_entropy").result()
+        for rank in ("1", "0"):
+            exhausted.write_text(rank)
+            with pytest.raises(tinker.RequestFailedError, match=f"rank {rank}: out of memory"):
+                models[0].forward(batch(5), "cross_entropy").result()
+            exhausted.unlink()
+        norms = [m.optim_step(types.AdamParams()).result().metrics["grad_norm"] for m in models]
+        assert norms[0] == norms[1] > 0, "nor is a gradient lost"
+        losses = [
+            model.forward_backward(batch(2), "cross_entropy").result().metrics["loss:sum"]
+            for model in models
+        ]
+        assert losses[0] == losses[1]
