@@ -10,6 +10,7 @@ from typing import Any
 
 from arguments.megatron import required_without_checkpoint
 from arguments.megatron_configs import resolve_transformer_impl
+from arguments.model_base import known_model_bases, resolve_model_base
 from arguments.rules.base import Rule, Settings, import_problem, problem
 from arguments.rules.declared import has_critic
 from arguments.rules.layout import (
@@ -22,9 +23,12 @@ from arguments.rules.moe import check_expert_parallel_sizes
 from arguments.rules.pipeline import check_pipeline_split
 from arguments.rules.prediction import check_mtp_layers
 from arguments.schema import ParallelConfig
+from megatron_patches.patch import megatron_version
 from slime_like.config import Problem, flag_name
 
 NEEDS_TRANSFORMER_ENGINE = "requires Transformer Engine layers"
+# settings of megatron-core that its HybridModel ignores, or does not survive
+OF_GPT_MODEL = ("cpu_offloading", "overlap_moe_expert_parallel_comm", "mla_down_proj_fusion")
 
 
 def check_network_flags(s: Settings) -> list[Problem]:
@@ -97,6 +101,19 @@ def check_attention_backend(s: Settings) -> list[Problem]:
     return problem("attention_backend", backend, message)
 
 
+def check_model_base(s: Settings) -> list[Problem]:
+    """The installed megatron-core has the class, and the class takes the settings."""
+    base = s.gpt.model_base
+    if base not in ("auto", *known_model_bases()):
+        message = f"megatron-core {megatron_version()} has no HybridModel: use auto or gpt"
+        return problem("model_base", base, message)
+    if resolve_model_base(base) == "gpt":
+        return []
+    given = [name for name in OF_GPT_MODEL if s.core.get(name)]
+    message = "has no effect in megatron-core's HybridModel; use --model-base gpt"
+    return [Problem("--allow-untested", name, message) for name in given]
+
+
 def check_network_sizes(s: Settings) -> list[Problem]:
     problems = []
     heads = s.core.get("num_attention_heads")
@@ -133,6 +150,7 @@ NETWORK_RULES: tuple[Rule, ...] = (
     check_transformer_engine,
     check_local_layers,
     check_attention_backend,
+    check_model_base,
     check_network_sizes,
 )
 

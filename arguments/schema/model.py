@@ -97,6 +97,13 @@ class GPTModelConfig:
     """Arguments of megatron-core's GPTModel that are not in TransformerConfig; None means: take it
     from --hf-checkpoint."""
 
+    model_base: str = arg(
+        "auto",
+        "Class of megatron-core that the network is built of: gpt, its GPTModel, or hybrid, its "
+        "HybridModel, which needs 0.18. Both give the same numbers, and each resumes the other's "
+        "checkpoints. auto: HybridModel since 0.19, which calls GPTModel deprecated.",
+        choices=("auto", "gpt", "hybrid"),
+    )
     vocab_size: int | None = arg(None, "Vocabulary size before padding.", legal=POSITIVE)
     make_vocab_size_divisible_by: int = arg(
         128,
@@ -126,8 +133,8 @@ class GPTModelConfig:
     custom_model_provider_path: str | None = arg(
         None,
         "module.function or file.py:function that builds the policy's network, and the reference "
-        "model's: function(pre_process, post_process, vp_stage=None) returns a GPTModel, made "
-        "with slime_like.compat.slime.api.model_settings().",
+        "model's: function(pre_process, post_process, vp_stage=None) returns model_class()("
+        "**model_settings(), ...), both of slime_like.compat.slime.api.",
         excludes=("lora_rank", "mtp_num_layers"),
     )
     mtp_num_layers: int | None = arg(

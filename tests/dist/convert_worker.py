@@ -46,12 +46,17 @@ def build(
     value_head: bool = False,
     predicting: int | None = None,
     vision: VisionSettings | None = None,
+    model_base: str = "auto",
 ) -> tuple[list[Any], HfModel, GPTModelConfig]:
     """This rank's chunks for the model in `folder`, with random weights. The padding fits no
     vocabulary used here."""
     hf = read_hf_model(folder, value_head=value_head)
     gpt = GPTModelConfig(
-        **hf.gpt, make_vocab_size_divisible_by=32, mtp_num_layers=predicting, vision=vision
+        **hf.gpt,
+        make_vocab_size_divisible_by=32,
+        mtp_num_layers=predicting,
+        vision=vision,
+        model_base=model_base,
     )
     config = transformer_config_type(hf.transformer)(
         **{

@@ -257,9 +257,13 @@ def test_further_layouts(layouts: FamilyLayouts, tmp_path: Path, ranks: int) -> 
 class Ours:
     """megatron-core's network of the model in `folder`."""
 
-    def __init__(self, folder: Path, layout: Any, dtype: torch.dtype) -> None:
+    def __init__(
+        self, folder: Path, layout: Any, dtype: torch.dtype, model_base: str = "auto"
+    ) -> None:
         self.layout, self.folder = layout, str(folder)
-        self.chunks, self.hf, self.gpt = convert_worker.build(self.folder, layout, dtype)
+        self.chunks, self.hf, self.gpt = convert_worker.build(
+            self.folder, layout, dtype, model_base=model_base
+        )
         convert_worker.load_hf_weights(self.chunks, self.folder, **self.model)
         if dtype == torch.float64:
             convert_worker.in_float64(self.chunks)

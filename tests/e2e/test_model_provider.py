@@ -14,7 +14,7 @@ PROVIDERS = """
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from slime_like.compat.slime.api import model_settings
+from slime_like.compat.slime.api import model_class, model_settings
 
 class Counting(GPTModel):
     calls = 0
@@ -27,6 +27,11 @@ def plain(pre_process=True, post_process=True, vp_stage=None):
     settings = model_settings()
     assert settings["vp_stage"] == vp_stage
     return Counting(**settings, pre_process=pre_process, post_process=post_process)
+
+def of_the_run(pre_process, post_process):
+    class Own(model_class()):
+        pass
+    return Own(**model_settings(), pre_process=pre_process, post_process=post_process)
 
 def half(pre_process, post_process):
     # only the first layer learns
@@ -65,13 +70,15 @@ def providers(tmp_path: Path) -> Path:
 def test_a_subclass_with_the_runs_settings_changes_nothing(
     server: TrainServer, work: Workspace, tmp_path: Path, providers: Path
 ) -> None:
-    """Bit by bit, the reference model's KL included; the same on two stages of a pipeline."""
+    """Bit by bit, the reference model's KL included; the same on two stages of a pipeline. The class
+    may be GPTModel, or that of the run."""
     kl: dict[str, Any] = {"use_kl_loss": "", "kl_loss_coef": 0.1, "ref_load": work.model}
     hook = {"custom_rollout_log_function_path": f"{providers}:count"}
     own = {**kl, **hook, FLAG: f"{providers}:plain"}
     runs: dict[str, tuple[dict[str, Any], int]] = {
         "without": (kl, 1),
         "own": (own, 1),
+        "of_the_run": ({**own, FLAG: f"{providers}:of_the_run"}, 1),
         "two": ({**own, "pipeline_model_parallel_size": 2}, 2),
     }
     for name, (more, ranks) in runs.items():
@@ -79,7 +86,8 @@ def test_a_subclass_with_the_runs_settings_changes_nothing(
         server.train(argv, tmp_path / f"log_{name}", ranks=ranks).ok()
     assert int((tmp_path / "calls").read_text()) > 0
     expected = rows_of(tmp_path / "without")
-    assert same_numbers(rows_of(tmp_path / "own")) == same_numbers(expected)
+    for name in ("own", "of_the_run"):
+        assert same_numbers(rows_of(tmp_path / name)) == same_numbers(expected)
     for ours, theirs in zip(rows_of(tmp_path / "two"), expected, strict=True):
         assert abs(ours["train/loss"] - theirs["train/loss"]) < 1e-5
 
@@ -96,7 +104,7 @@ def test_what_a_provider_freezes_stays(
 
 
 WRONG = {
-    "other": "returned Linear; return megatron-core's GPTModel, or a subclass",
+    "other": "returned Linear; return model_class()(**model_settings(), ...) or megatron-core's GPTModel",
     "unpacked": "self_attention.core_attention is megatron-core's DotProductAttention, without packed sequences",
     "further": "decoder.layers.0.gate",
 }

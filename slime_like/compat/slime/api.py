@@ -14,10 +14,14 @@ slime's modules:
 - ``slime.utils.async_utils``: run
 - ``slime.utils.types``: Sample
 
-`model_settings` is specific to slime_like: the arguments of GPTModel for model providers.
+`model_class` and `model_settings` are specific to slime_like: the class of a network and its
+arguments, for model providers.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from slime_like.compat.slime.requests import GenerateState, get_model_url, post
 from slime_like.compat.slime.rollout import (
@@ -42,6 +46,9 @@ from slime_like.compat.slime.sources import (
 )
 from slime_like.rollout.filters import DynamicFilterOutput, nonzero_std
 
+if TYPE_CHECKING:
+    from megatron.core.models.common.language_module.language_module import LanguageModule
+
 
 def check_reward_nonzero_std(
     args: SlimeArgs, samples: Sequence[Sample], **kwargs: object
@@ -51,9 +58,18 @@ def check_reward_nonzero_std(
     return nonzero_std([reward for reward in rewards if reward is not None])
 
 
+def model_class() -> type[LanguageModule]:
+    """For model providers (--custom-model-provider-path): the class that the run would build the
+    model chunk of, by --model-base: megatron-core's GPTModel, or HybridModel with GPTModel's
+    arguments."""
+    from slime_like.megatron.model import provided
+
+    return provided.model_class()
+
+
 def model_settings() -> dict[str, object]:
-    """For model providers (--custom-model-provider-path): the arguments of GPTModel for the model
-    chunk that is being built, without pre_process and post_process."""
+    """For model providers (--custom-model-provider-path): the arguments of `model_class` for the
+    model chunk that is being built, without pre_process and post_process."""
     from slime_like.megatron.model import provided
 
     return provided.model_settings()
@@ -77,6 +93,7 @@ __all__ = [
     "generate_and_rm_group",
     "generate_rollout",
     "get_model_url",
+    "model_class",
     "model_settings",
     "pop_first",
     "post",

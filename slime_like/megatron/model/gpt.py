@@ -1,5 +1,5 @@
-"""Build a network: megatron-core's GPTModel, one chunk per (virtual) pipeline stage of this
-rank."""
+"""Build a network: megatron-core's GPTModel or HybridModel (bases.py), one chunk per (virtual)
+pipeline stage of this rank."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.models.gpt import GPTModel
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
     get_gpt_layer_local_spec,
@@ -23,6 +23,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from arguments.schema import GPTModelConfig
+from slime_like.megatron.model.bases import base_class, on_base
 from slime_like.megatron.model.policy import HalfPrecisionModule, PolicyModel
 from slime_like.megatron.model.value import ValueModel
 from slime_like.megatron.model.vision import SeesImages, add_vision
@@ -195,7 +196,7 @@ def build_chunks(
     layout: ParallelLayout,
     *,
     value_head: bool = False,
-) -> list[GPTModel]:
+) -> list[LanguageModule]:
     """This rank's model chunks with fp32 parameters; see `to_model_precision` and
     `wrap_for_training`. value_head: build a critic."""
     position: dict[str, object] = {
@@ -227,9 +228,11 @@ def build_chunks(
         if gpt.custom_model_provider_path is not None and not value_head:
             from slime_like.megatron.model.provided import provided_chunk
 
-            chunk = provided_chunk(gpt.custom_model_provider_path, settings, **ends)
+            path = gpt.custom_model_provider_path
+            chunk = provided_chunk(path, base_class(gpt.model_base), settings, **ends)
         else:
-            chunk = (ValueModel if value_head else PolicyModel)(**settings, **ends)
+            kind = ValueModel if value_head else PolicyModel
+            chunk = on_base(kind, base_class(gpt.model_base))(**settings, **ends)
         if gpt.mtp_num_layers and chunk.post_process and not value_head:
             add_prediction_layers(chunk, config, gpt.mtp_num_layers, transformer_impl, vp_stage)
         if gpt.vision is not None:
@@ -245,7 +248,7 @@ def build_chunks(
 
 
 def add_prediction_layers(
-    chunk: GPTModel,
+    chunk: LanguageModule,
     config: TransformerConfig,
     count: int,
     transformer_impl: str,
@@ -259,7 +262,7 @@ def add_prediction_layers(
     chunk.mtp = PredictionLayers(config, block, count, vp_stage)
 
 
-def set_latent_epsilon(chunk: GPTModel) -> None:
+def set_latent_epsilon(chunk: LanguageModule) -> None:
     """Set the epsilon of MLA's latent norms, which is independent of --norm-epsilon: in
     transformers' DeepseekV3 and Glm4MoeLite it is the default of the norm class."""
     if not chunk.config.multi_latent_attention:
@@ -278,7 +281,7 @@ def _scale_embedding(
     return embedded * torch.tensor(scale, dtype=embedded.dtype)
 
 
-def mark_parameters(chunk: GPTModel) -> None:
+def mark_parameters(chunk: LanguageModule) -> None:
     """Correct which parameters count as tensor-parallel. Of the others the gradient norm takes the
     first tensor-parallel rank's, and of these every rank's.
 
@@ -306,7 +309,7 @@ def mark_parameters(chunk: GPTModel) -> None:
 
 
 def to_model_precision(
-    chunks: Sequence[GPTModel], config: TransformerConfig
+    chunks: Sequence[LanguageModule], config: TransformerConfig
 ) -> list[MegatronModule]:
     """Wrap chunks for bf16 and fp16; fp32 chunks are returned as they are. fp64 is for the parity
     matrix."""

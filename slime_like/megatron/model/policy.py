@@ -1,5 +1,5 @@
-"""The policy network: a GPTModel that returns hidden states, and the head that computes log-probs
-from them. Logits are never materialised; see ops/fused_linear_logprob.py."""
+"""The policy network: a language model that returns hidden states, and the head that computes
+log-probs from them. Logits are never materialised; see ops/fused_linear_logprob.py."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.models.gpt import GPTModel
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
+from slime_like.megatron.model.bases import on_base
 from slime_like.megatron.model.vision import SeesImages
+from slime_like.megatron.ops.attention import PackedRows
 from slime_like.megatron.ops.fused_linear_logprob import DEFAULT_CHUNK_SIZE, fused_linear_log_probs
 from slime_like.megatron.ops.soft_cross_entropy import soft_cross_entropy
 from slime_like.megatron.ops.top_tokens import top_tokens
@@ -65,8 +67,8 @@ class HeadWeight(ColumnParallelLinear):
 
 
 class PolicyModel(SeesImages):
-    """A chunk of the policy. The last pipeline stage returns hidden states [1, T, H]; under
-    sequence parallelism this rank's [1, T / tp, H]."""
+    """A chunk of the policy, on a base (bases.py). The last pipeline stage returns hidden states
+    [1, T, H]; under sequence parallelism this rank's [1, T / tp, H]."""
 
     output_layer: Any
     mtp: Any  # multi-token prediction layers of the last chunk (prediction.py), if any
@@ -81,11 +83,18 @@ class PolicyModel(SeesImages):
         if self.post_process:
             self.output_layer = HeadWeight(self.output_layer)
 
-    def rotary_embedding(self, hidden: Tensor, packed: object) -> Tensor | None:
+    def rotary_embedding(self, hidden: Tensor, packed: PackedRows) -> Tensor | None:
         """Rotary embedding of packed rows, for layers outside the decoder block."""
-        inputs = self._preprocess(None, None, decoder_input=hidden, packed_seq_params=packed)
-        rotary: Tensor | None = inputs[1]
-        return rotary
+        if (of_images := self.angles_of_images(packed)) is not None:
+            return of_images
+        kind = self.position_embedding_type
+        if self.config.multi_latent_attention or kind not in ("rope", "yarn"):
+            return None
+        rotary = self.rotary_pos_emb
+        length = rotary.get_rotary_seq_len(None, self.decoder, hidden, self.config, packed)
+        angles = rotary(length, packed_seq=True)
+        found: Tensor = angles[0] if kind == "yarn" else angles  # YaRN's scale is in attention
+        return found
 
     def base_head_weight(self) -> Tensor:
         """The output weight [V_padded / tp, H], on the last stage; with tied embeddings the
@@ -103,13 +112,11 @@ class PolicyModel(SeesImages):
         return weight if self.head_slot.active is None else self.head_slot.active(weight)
 
 
-def as_policy(model: GPTModel) -> PolicyModel:
+def as_policy(model: LanguageModule) -> PolicyModel:
     """Change the model's class to a subclass that is also a `PolicyModel`."""
-    kind = type(model)
-    policy = PolicyModel if kind is GPTModel else type(kind.__name__, (PolicyModel, kind), {})
     # the user's function has built the model: its constructor cannot be called again, and a copy
     # of its state would miss attributes and hooks that it refers to itself
-    model.__class__ = policy
+    model.__class__ = on_base(PolicyModel, type(model))
     assert isinstance(model, PolicyModel)
     model.end_at_hidden_states()
     return model

@@ -57,8 +57,8 @@ class ValueHead(torch.nn.Module):
 
 
 class ValueModel(SeesImages):
-    """A chunk of the critic. The last pipeline stage returns values [1, T, 1], equal on all
-    tensor-parallel ranks."""
+    """A chunk of the critic, on a base (bases.py). The last pipeline stage returns values
+    [1, T, 1], equal on all tensor-parallel ranks."""
 
     def __init__(self, config: TransformerConfig, **settings: object) -> None:
         # the value head cannot be tied to the embedding

@@ -1,5 +1,6 @@
-"""Images in a GPTModel: the vision tower on the first pipeline stage, its features in place of
-placeholders' embeddings and in the outputs of the first layers, and rotary positions on three axes.
+"""Images in a language model: the vision tower on the first pipeline stage, its features in place
+of placeholders' embeddings and in the outputs of the first layers, and rotary positions on three
+axes.
 
 The tower is transformers' own module, the same on every tensor- and context-parallel rank. Each of
 them runs it on all images of a micro-batch and takes the features of its own rows, so its gradients
@@ -8,11 +9,11 @@ are partial sums under sequence parallelism, as those of norms, and complete wit
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from megatron.core.models.gpt import GPTModel
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from torch import Tensor
 
 from slime_like.autograd import AutogradContext
@@ -68,26 +69,43 @@ class _Deposit(torch.autograd.Function):
         return gradients[0], None, *(leaf.grad for leaf in ctx.leaves)
 
 
-class SeesImages(GPTModel):
-    """A GPTModel that takes the images of `PackedRows`, if it was given a tower by `add_vision`."""
+class SeesImages(LanguageModule):
+    """A language model, on a base (bases.py), that takes the images of `PackedRows`, if it was
+    given a tower by `add_vision`."""
 
+    decoder: Any
+    rotary_pos_emb: Any
     vision: ImageTower  # of the first chunk of a network that sees images
     vision_settings: VisionSettings | None = None  # on all of its chunks
 
-    def _preprocess(self, *arguments: Any, **keywords: Any) -> tuple[Any, ...]:
-        inputs: tuple[Any, ...] = super()._preprocess(*arguments, **keywords)
-        rows: PackedRows = keywords["packed_seq_params"]
-        settings = self.vision_settings
-        if settings is None:
-            assert rows.images is None, "the network was built without --multimodal-keys"
-            return inputs
-        embedded, rotary, *others = inputs
-        if hasattr(self, "vision") and keywords.get("decoder_input") is None:
-            embedded = with_features(embedded, self.vision, rows.images)
-        if rows.images is not None and rows.images.images.positions is not None:
-            inverse = self.rotary_pos_emb.inv_freq
-            rotary = row_angles(rows.images.images.positions, inverse, settings)
-        return embedded, rotary, *others
+    def forward(
+        self,
+        input_ids: Tensor | None,
+        position_ids: Tensor | None,
+        attention_mask: Tensor | None,
+        decoder_input: Tensor | None = None,
+        **keywords: Any,
+    ) -> Tensor:
+        """See megatron-core's models."""
+        if self.vision_settings is None:
+            images = keywords["packed_seq_params"].images
+            assert images is None, "the network was built without --multimodal-keys"
+        elif hasattr(self, "vision") and decoder_input is None:
+            embedded = self.embedding(input_ids=input_ids, position_ids=position_ids)
+            images = keywords["packed_seq_params"].images
+            decoder_input = with_features(embedded, self.vision, images)
+        output: Tensor = super().forward(
+            input_ids, position_ids, attention_mask, decoder_input, **keywords
+        )
+        return output
+
+    def angles_of_images(self, rows: PackedRows) -> Tensor | None:
+        """Rotary angles of rows with images, on three axes; None if they are plain."""
+        if rows.images is None or rows.images.images.positions is None:
+            return None
+        assert self.vision_settings is not None
+        inverse = self.rotary_pos_emb.inv_freq
+        return row_angles(rows.images.images.positions, inverse, self.vision_settings)
 
 
 def with_features(embedded: Tensor, tower: ImageTower, seen: ImagePass | None) -> Tensor:
@@ -135,6 +153,7 @@ def add_vision(chunk: SeesImages, settings: VisionSettings, *, sequence_parallel
     """Let a chunk see images. Raises ValueError if the layers that need further features are not
     all in the first chunk."""
     chunk.vision_settings = settings
+    chunk.decoder.register_forward_pre_hook(_AnglesHook(chunk.angles_of_images), with_kwargs=True)
     numbers = [layer.layer_number for layer in chunk.decoder.layers]
     if not chunk.pre_process:
         if numbers and min(numbers) <= settings.deepstack_layers:
@@ -152,6 +171,20 @@ def add_vision(chunk: SeesImages, settings: VisionSettings, *, sequence_parallel
     for layer in chunk.decoder.layers:
         if layer.layer_number <= settings.deepstack_layers:
             layer.register_forward_hook(_DeepstackHook(layer.layer_number - 1), with_kwargs=True)
+
+
+class _AnglesHook:
+    """Replaces the rotary angles that the model gives to its layers. angles_of_images: see
+    `SeesImages`."""
+
+    def __init__(self, angles_of_images: Callable[[PackedRows], Tensor | None]) -> None:
+        self.angles_of_images = angles_of_images
+
+    def __call__(
+        self, module: torch.nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        angles = self.angles_of_images(keywords["packed_seq_params"])
+        return None if angles is None else (arguments, {**keywords, "rotary_pos_emb": angles})
 
 
 class _DeepstackHook:
