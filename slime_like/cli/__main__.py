@@ -38,7 +38,7 @@ COMMANDS: Mapping[str, Command] = {
     "translate": Command(
         "slime_like.cli.translate", "print a command line of slime, SkyRL or Hydra in our own flags"
     ),
-    "new": Command("slime_like.cli.new", "create a project: data, reward, settings"),
+    "new": Command("slime_like.cli.new", "create a project: data, reward or tool, settings"),
     "report": Command(
         "slime_like.report.__main__", "write one HTML page about a run: curves, times, rollouts"
     ),

@@ -21,9 +21,10 @@ ASSISTANT = "<|assistant|>"
 IMAGE_START = "<|vision_start|>"
 IMAGE = "<|image_pad|>"
 IMAGE_END = "<|vision_end|>"
-CHAT_TEMPLATE = (
+CHAT_TEMPLATE = (  # the model's answers end as they do when they are sampled
     "{% for m in messages %}{{ '<|user|>' if m.role == 'user' else '<|assistant|>' }}"
-    "{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    "{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 
 

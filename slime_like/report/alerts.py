@@ -66,6 +66,7 @@ NOT_FINITE = (
     "rewards, train/grad_norm, train/ratio_max"
 )
 SLOW_STEP = 3.0  # relative to the median
+SLOW_SHARE = 0.1  # of the run's time, that slow rollouts must have cost beyond the median
 SLOW_RANK = 1.3  # relative to the median of the ranks
 PART = 0.2  # share of a run, at its start and its end, that is compared
 
@@ -144,8 +145,10 @@ def slow_steps(run: Run) -> Iterator[Alert]:
     if len(points) < 5:
         return
     median = statistics.median(seconds for _, seconds in points)
-    steps = [step for step, seconds in points[1:] if seconds > SLOW_STEP * median]
-    if steps:
+    slow = [(step, seconds) for step, seconds in points[1:] if seconds > SLOW_STEP * median]
+    steps = [step for step, _ in slow]
+    lost = sum(seconds - median for _, seconds in slow)
+    if lost > SLOW_SHARE * sum(seconds for _, seconds in points):
         text = (
             f"rollouts of more than {SLOW_STEP:g} times the median of {duration(median)} "
             f"{_when(steps)}"

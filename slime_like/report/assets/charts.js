@@ -39,9 +39,9 @@ function smoothed(values, factor) {
 }
 
 /** The values of the series at the cursor, or their last ones: [colour, name, text] each. */
-function readout(entries, step) {
-  const shown = entries.slice(0, MOST_READ).map(([colour, name, text]) => el("span", {}, report.runs.length > 1 || entries.length > 1 ? el("span", { class: "swatch", style: `background:${colour}`, title: name }) : null, text));
-  return [...shown, entries.length > MOST_READ ? el("span", { class: "muted", text: `+${entries.length - MOST_READ}` }) : null, el("span", { class: "muted", text: step === null ? "" : `rollout ${step}` })];
+function readout(entries, step, most = MOST_READ) {
+  const shown = entries.slice(0, most).map(([colour, name, text]) => el("span", {}, report.runs.length > 1 || entries.length > 1 ? el("span", { class: "swatch", style: `background:${colour}`, title: name }) : null, text));
+  return [...shown, entries.length > most ? el("span", { class: "muted", text: `+${entries.length - most}` }) : null, el("span", { class: "muted", text: step === null ? "" : `rollout ${step}` })];
 }
 
 /** A figure that draws `build(parent)` -> uPlot once it is in view. */
@@ -66,7 +66,7 @@ function closeCharts() {
 function axes() {
   const common = { stroke: cssColour("--fg"), grid: { stroke: cssColour("--line"), width: 1 }, ticks: { stroke: cssColour("--line") } };
   const widest = (u, labels) => Math.ceil(26 + 7 * (labels || [""]).reduce((size, text) => Math.max(size, text.length), 0));
-  return [{ ...common, incrs: ROLLOUTS }, { ...common, size: widest, values: (_, ticks) => ticks.map((t) => (t === null ? "" : number(Number(t.toPrecision(6))))) }];
+  return [{ ...common, incrs: ROLLOUTS, size: 34 }, { ...common, size: widest, values: (_, ticks) => ticks.map((t) => (t === null ? "" : number(Number(t.toPrecision(6))))) }];
 }
 
 /** Red lines where a value was not finite. */
@@ -172,19 +172,30 @@ function phasesFigure(run) {
     const values = run.metrics[name].filter((value) => value !== null);
     return `${name} ${seconds(values.reduce((a, b) => a + b, 0))} in all`;
   }).join(", ");
-  return lazyFigure("Seconds by phase, stacked", description, (parent) => {
+  const values = el("span", { class: "values" });
+  const entries = (secondsOf) => names.map((name, k) => [phaseColour(name.slice(5, -2), k), name, `${name.slice(5, -2)} ${duration(secondsOf(name))}`]);
+  const showMean = () => {
+    const mean = (name) => last.reduce((sum, [, i]) => sum + (run.metrics[name][i] || 0), 0) / (last.length || 1);
+    values.replaceChildren(...readout(entries(mean), null, names.length).filter(Boolean), el("span", { class: "muted", text: "mean" }));
+  };
+  showMean();
+  const follow = { hooks: { setCursor: (u) => {
+    const j = u.cursor.idx;
+    if (j === null || j === undefined) return showMean();
+    values.replaceChildren(...readout(entries((name) => run.metrics[name][last[j][1]] || 0), last[j][0], names.length).filter(Boolean));
+  } } };
+  return lazyFigure([el("span", { class: "title", text: "Seconds by phase, stacked" }), values], description, (parent) => {
     const sums = new Array(last.length).fill(0);
     const columns = [], series = [];
     names.forEach((name, k) => {
       last.forEach(([, i], j) => { sums[j] += run.metrics[name][i] || 0; });
       columns.unshift(sums.slice());
       const colour = phaseColour(name.slice(5, -2), k);
-      series.unshift({ label: name.slice(5, -2), stroke: colour, fill: colour, width: 1, points: { show: false },
-        value: (u, v, s, i) => (i === null || i === undefined ? "-" : seconds(run.metrics[name][last[i][1]])) });
+      series.unshift({ label: name.slice(5, -2), stroke: colour, fill: colour, width: 1, points: { show: false } });
     });
     return new uPlot({
-      width: parent.clientWidth || 360, height: 260, axes: axes(), scales: { x: { time: false }, y: { range: (u, low, high) => [0, high || 1] } },
-      series: [{ label: "rollout" }, ...series], cursor: { sync: { key: "rollout" } },
+      width: parent.clientWidth || 360, height: 260, axes: axes(), scales: { x: { time: false }, y: { range: (u, low, high) => [0, high || 1] } }, plugins: [follow],
+      series: [{ label: "rollout" }, ...series], cursor: { sync: { key: "rollout" } }, legend: { show: false },
     }, [last.map(([step]) => step), ...columns], parent);
   }, true);
 }

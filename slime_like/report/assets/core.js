@@ -45,6 +45,11 @@ function number(value) {
   return size >= 1e-3 && size < 1e6 ? String(Number(value.toPrecision(4))) : value.toExponential(2);
 }
 
+/** A number among facts: three decimals at most. */
+function brief(value) {
+  return Math.abs(value) < 1000 && Math.abs(value) >= 1e-3 ? String(Number(value.toFixed(3))) : number(value);
+}
+
 function seconds(value) {
   return number(value) + " s";
 }

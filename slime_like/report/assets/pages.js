@@ -17,7 +17,7 @@ function facts(run) {
   const commit = run.environment && run.environment.commit;
   const change = (metric) => {
     const values = (run.metrics[metric] || []).filter((value) => value !== null);
-    return values.length ? `${number(values[0])} → ${number(values[values.length - 1])}` : null;
+    return values.length ? `${brief(values[0])} → ${brief(values[values.length - 1])}` : null;
   };
   const evaluations = Object.keys(run.metrics).filter((name) => /^eval\/.*\/mean$/.test(name)).slice(0, 2);
   return [

@@ -115,7 +115,7 @@ function rolloutsPage(words) {
 
   function refresh() {
     applyFilter();
-    status.textContent = `${list.order.length} of ${samples.size} samples` + (samples.left_out ? `, ${samples.left_out} older ones are left out (--samples)` : "");
+    status.textContent = `${list.order.length} of ${samples.size} samples` + (samples.left_out ? `, ${samples.left_out} others are left out (--samples)` : "");
     inner.setAttribute("style", `height:${list.order.length * ROW_HEIGHT}px`);
     draw();
   }

@@ -1,4 +1,4 @@
-"""slime-like: every command starts, quickly, and `new` writes a recipe that trains as it is."""
+"""slime-like: every command starts, quickly, and `new` writes projects that train as they are."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from arguments.parse import parse_args
 from slime_like.cli.__main__ import COMMANDS, Command, dispatch
 from slime_like.cli.convert import DIRECTIONS
-from slime_like.cli.new import rows, write_recipe
+from slime_like.cli.new import DEFAULT, SHARED, STARTERS, TEMPLATES, write_project
 from slime_like.metrics.logger import read_metrics
 from slime_like.report.read import read_run
 from slime_like.report.rollouts import read_samples
@@ -59,9 +59,9 @@ def test_a_command_finds_modules_of_the_folder(
     assert dispatch("x", {"y": Command("a_module_there", "")}, ["y"]) == 7
 
 
-def test_a_recipe_for_a_model_that_is_not_there(tmp_path: Path) -> None:
+def test_a_project_for_a_model_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="Qwen/Qwen3-0: no such folder"):
-        write_recipe(tmp_path / "new", "Qwen/Qwen3-0")
+        write_project(tmp_path / "new", "Qwen/Qwen3-0")
     assert not (tmp_path / "new").exists()
 
 
@@ -121,34 +121,77 @@ def json_rows(path: Path) -> list[dict[str, str]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def test_a_recipe_around_a_model_of_ones_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("starter", STARTERS)
+def test_a_project_around_a_model_of_ones_own(
+    starter: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_files(tmp_path)
     model = str(tmp_path / "hf")
     folder = tmp_path / "my task"
-    write_recipe(folder, model)
+    write_project(folder, model, starter)
     monkeypatch.chdir(folder)
-    config = parse_args(["--config", "run.yaml"], 1)
-    assert config.model.hf_checkpoint == model and config.rollout.num_rollout == 100
-    train, held_out = rows()
-    assert json_rows(Path("train.jsonl")) == train
-    assert json_rows(Path("heldout.jsonl")) == held_out
-    assert not {row["prompt"] for row in train} & {row["prompt"] for row in held_out}
-    assert {row["answer"] for row in train} == {row["answer"] for row in held_out}
+    (learned,) = [name for name in ("train.jsonl", "pairs.jsonl") if Path(name).exists()]
+    trained = {row["prompt"] for row in json_rows(Path(learned))}
+    held_out = json_rows(Path("heldout.jsonl"))
+    assert held_out and not {row["prompt"] for row in held_out} & trained
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_reward.py"],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"],
         capture_output=True,
         text=True,
         env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
     )
-    assert done.returncode == 0 and "3 passed" in done.stdout, done.stdout
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout
+    checked = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "ruff",
+            "check",
+            "--isolated",
+            "--line-length=100",
+            "--select=E,F,I,UP",
+            ".",
+        ],
+        capture_output=True,
+        text=True,
+    )
+    assert checked.returncode == 0, checked.stdout
+    first, *_ = STARTERS[starter].runs
+    assert parse_args(["--config", first], 1).model.hf_checkpoint == model
+    if first != "run.yaml":
+        Path("sft").symlink_to(tmp_path)  # as if the first run had been there
+    assert parse_args(["--config", "run.yaml"], 1).rollout.num_rollout
     with pytest.raises(ValueError, match="has files already"):
-        write_recipe(folder, model)
+        write_project(folder, model, starter)
+
+
+def test_starters_are_listed_and_have_folders() -> None:
+    done = run("new", "--list")
+    assert done.returncode == 0
+    assert [line.split()[0] for line in done.stdout.splitlines()] == [*STARTERS]
+    assert {path.name for path in TEMPLATES.iterdir()} == {*STARTERS, SHARED.name}
+    assert run("new").returncode == 2
+    assert "'lora'" in run("new", "x", "--starter", "lorra").stderr
 
 
 @pytest.mark.extended
-def test_a_recipe_trains_as_it_is(tmp_path: Path) -> None:
+@pytest.mark.parametrize("starter", sorted({*STARTERS} - {DEFAULT}))
+def test_a_starter_trains(starter: str, tmp_path: Path) -> None:
+    """The printed commands, with fewer rollouts."""
+    folder = tmp_path / "task"
+    done = run("new", str(folder), "--starter", starter)
+    assert done.returncode == 0, done.stderr
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("  slime-like train")]
+    for command in line.split(" && "):
+        words = command.split()[1:]
+        done = run(*words, "--num-rollout", "2", folder=folder)
+        assert done.returncode == 0, done.stdout + done.stderr
+    metrics = read_metrics(folder / "outputs/metrics.jsonl")
+    assert [row["step"] for row in metrics if "eval/heldout/mean" in row] == [0, 2]
+
+
+@pytest.mark.extended
+def test_a_project_trains_as_it_is(tmp_path: Path) -> None:
     folder = tmp_path / "task"
     assert run("new", str(folder)).returncode == 0
     done = run("train", "--config", "run.yaml", "--num-rollout", "20", folder=folder)

@@ -70,6 +70,11 @@ def test_a_total_is_an_alert_where_it_rises(tmp_path: Path) -> None:
     assert found["text"].endswith("in 1 rollout, first in rollout 4")
 
 
+def test_slow_rollouts_that_cost_little_are_no_alert(tmp_path: Path) -> None:
+    rows = [{"perf/step_s": 4.0 if i == 50 else 1.0} for i in range(100)]
+    assert run_with(tmp_path, rows) == []
+
+
 def test_an_infinite_setting(tmp_path: Path) -> None:
     write_run(tmp_path, rollouts=1)
     (tmp_path / "run.json").write_text('{"config": {"--clip": Infinity}}')
