@@ -219,7 +219,7 @@ def randomize(model: Any) -> None:
                 parameter.copy_(0.3 * torch.randn_like(parameter) - 2.0)
             elif parameter.dim() == 1 or name.endswith("_bias"):
                 parameter.add_(0.2 * torch.randn_like(parameter))
-            elif name.endswith("gate.weight"):
+            elif name.endswith(("gate.weight", "mm_input_projection_weight")):
                 parameter.copy_(0.3 * torch.randn_like(parameter))
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):

@@ -46,15 +46,19 @@ def read_vision(
             f"{hf.gpt['vocab_size']}, not {image_token!r}",
         )
     sections: tuple[int, ...] = ()
-    if family.axes is not None:
+    if family.features is None:
         merge_size = tower.get("spatial_merge_size", MERGE_SIZE)
         if not isinstance(merge_size, int) or merge_size < 1:
             raise _refusal(where, f"config.json: spatial_merge_size {merge_size!r} is no size")
-        rule = PlaceholderRule(image_token, merge_size=merge_size)
-        sections = _sections(where, text, hf, family.axes)
+        three_axes = family.axes is not None
+        rule = PlaceholderRule(image_token, merge_size=merge_size, three_axes=three_axes)
     else:
-        assert family.features is not None
-        rule = PlaceholderRule(image_token, features=config.get(family.features, FEATURES))
+        features = config.get(family.features, FEATURES)
+        rule = PlaceholderRule(
+            image_token, features=features, both_directions=family.both_directions
+        )
+    if family.axes is not None:
+        sections = _sections(where, text, hf, family.axes)
     return VisionSettings(
         family,
         json.dumps(config),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from arguments.megatron_configs import resolve_transformer_impl
 from arguments.rules.base import Rule, Settings, problem
 from arguments.rules.pipeline import first_layers, virtual_stages_of
 from slime_like.config import Problem
@@ -35,4 +36,18 @@ def check_rope_kernel(s: Settings) -> list[Problem]:
     return problem("apply_rope_fusion", True, message)
 
 
-IMAGE_RULES: tuple[Rule, ...] = (check_deepstack_layers, check_rope_kernel)
+def check_image_attention(s: Settings) -> list[Problem]:
+    """Transformer Engine's attention has no mask of images."""
+    if s.gpt.vision is None or not s.gpt.vision.rule.both_directions:
+        return []
+    if resolve_transformer_impl(s.model, s.machine) == "local":
+        return []
+    message = "images of this model need attention in both directions; add --transformer-impl local"
+    return problem("multimodal_keys", None, message)
+
+
+IMAGE_RULES: tuple[Rule, ...] = (
+    check_deepstack_layers,
+    check_rope_kernel,
+    check_image_attention,
+)

@@ -28,6 +28,9 @@ class ImageRows:
     # [3, T] int64: positions of all rows on the axes, also under context parallelism; None: the
     # model has one axis
     positions: Tensor | None = None
+    # [T] int64, of all rows: the last row that each attends to, which is its own, and in an image
+    # the image's last; None: its own everywhere
+    last_visible: Tensor | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -44,10 +47,11 @@ class PlaceholderRule:
     """How a model writes images into its tokens."""
 
     image_token: int  # id of the placeholder of one feature
-    # patches per feature, on each of height and width, of models whose rotary embeddings have
-    # several axes
+    # patches per feature, on each of height and width, of towers that take patches
     merge_size: int | None = None
-    features: int | None = None  # of every image, of other models
+    three_axes: bool = True  # with `merge_size`: the rotary embedding has three axes
+    features: int | None = None  # of every image, of other towers
+    both_directions: bool = False  # an image's tokens attend to all of its tokens
 
 
 def image_rows(
@@ -79,11 +83,16 @@ def image_rows(
                 f"the {len(own)} placeholders of the image at token {own[0]} are apart"
             )
     positions = None
-    if rule.merge_size is not None:
-        assert inputs.grids is not None, "models with several axes take patches"
+    if rule.merge_size is not None and rule.three_axes:
+        assert inputs.grids is not None, "of patches"
         starts = [int(own[0]) for own in rows.split(counts)]
         positions = rope_positions(int(tokens.numel()), inputs.grids, rule.merge_size, starts)
-    return ImageRows(inputs, rows, torch.arange(rows.numel()), positions)
+    last_visible = None
+    if rule.both_directions:
+        last_visible = torch.arange(tokens.numel())
+        for own in rows.split(counts):
+            last_visible[own] = own[-1]
+    return ImageRows(inputs, rows, torch.arange(rows.numel()), positions, last_visible)
 
 
 def rope_positions(length: int, grids: Tensor, merge_size: int, starts: Sequence[int]) -> Tensor:
@@ -151,18 +160,26 @@ def packed_images(
         for start, images in present:
             assert images.positions is not None, "of one model"
             by_axis[:, start : start + images.positions.size(1)] = images.positions
+    last_visible = None
+    if present[0][1].last_visible is not None:
+        last_visible = torch.arange(positions.numel())
+        for start, images in present:
+            assert images.last_visible is not None, "of one model"
+            rows = slice(start, start + images.last_visible.numel())
+            last_visible[rows] = images.last_visible + start
     return ImageRows(
         concatenate(distinct),
         torch.cat([images.rows + start for start, images in present]),
         torch.cat([images.features + first_feature[id(images.inputs)] for _, images in present]),
         by_axis,
+        last_visible,
     )
 
 
 def select_rows(images: ImageRows, kept: Tensor, total: int) -> ImageRows:
     """The images of some of `total` rows. All images stay, because each of the ranks that share
-    them runs the tower on all, and so do the positions of all rows, of which the rotary embedding
-    takes those of the rank.
+    them runs the tower on all, and so does what is known of all rows: the rotary embedding takes
+    the positions of the rank, and attention gathers keys.
 
     Args:
         kept: [T] int64, distinct rows, in the new order.

@@ -26,9 +26,9 @@ class VisionFamily:
     # attributes of transformers' class, with the prefix of their tensors in the file
     modules: tuple[tuple[str, str], ...]
     image_token: str = "image_token_id"  # key of config.json: the placeholder of one feature
-    # one of these two: the rotary embedding; key of config.json with the features of every image
     axes: RotaryAxes | None = None
-    features: str | None = None
+    features: str | None = None  # key of config.json, of towers that make as many of every image
+    both_directions: bool = False  # see `PlaceholderRule`
     # key of `vision_config`: a list with one entry for each of the first text layers whose output
     # gets further features (DeepStack, arXiv 2406.04334)
     deepstack: str | None = None

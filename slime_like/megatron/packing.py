@@ -136,6 +136,7 @@ def pack_groups(
             cp_size=layout.cp_size,
             cp_rank=layout.cp_rank,
             prediction_layers=prediction_layers,
+            last_visible=None if batch.images is None else batch.images.last_visible,
         )
     return [to_device(batch, device) for batch in batches]
 

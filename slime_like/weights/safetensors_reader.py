@@ -21,7 +21,7 @@ from arguments.hf.quantization import folder_quantization
 from slime_like.checkpoints.files import open_regular, read_json
 from slime_like.weights.export_plan import TensorPlan
 from slime_like.weights.families.kimi_linear import KIMI_LINEAR, published_name
-from slime_like.weights.published import QWEN3_VL_MOE
+from slime_like.weights.published import GEMMA3, QWEN3_VL_MOE, with_vision_model
 from slime_like.weights.quantized import OTHER_SCALES, QuantizedWeight, find_quantized_weights
 
 SINGLE = "model.safetensors"
@@ -282,6 +282,8 @@ def _own_names(
     more = (PREDICTION_LAYERS,) if predicts else ()
     if named == [KIMI_LINEAR]:
         return {published_name(name): tensor for name, tensor in stored.items()}
+    if named == [GEMMA3]:
+        return {with_vision_model(name): tensor for name, tensor in stored.items()}
     if named == [QWEN3_VL_MOE]:  # either order of dimensions; see `as_published`
         return _inputs_first(stored, config["text_config"]["hidden_size"])
     if not isinstance(named, list) or set(map(str, named)) not in TEXT_ONLY:

@@ -49,6 +49,9 @@ def run_cells(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str
                 partial(samples_of, vision=vision),
                 partial(seeing, vision=vision),
             )
+        for what in list(local["gradients"]):
+            if vision_models.CANCELLING.search(what.rpartition(" ")[2]):
+                del local["gradients"][what]
         if world_size == 1:
             torch.save(local, base_file)
             continue

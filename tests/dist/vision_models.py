@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from slime_like.images.settings import VisionSettings
 from slime_like.types import TrainSample
 
 IMAGE = 60  # the placeholder's id; text has smaller ones
+FEATURES = 4  # of an image of Gemma 3
 SIZES = {"num_hidden_layers": 4, "num_attention_heads": 4, "head_dim": 16}
 QWEN_TOWER = {
     **{"depth": 4, "hidden_size": 24, "intermediate_size": 32, "num_heads": 2, "in_channels": 3},
@@ -38,12 +40,26 @@ QUARTER = {
         **{"partial_rotary_factor": 0.5, "mrope_section": [4, 2, 2], "mrope_interleaved": True},
     },
 }
+GLM = {**QWEN_TOWER, "image_size": 32, "out_hidden_size": 64}
+SIGLIP = {
+    **{"num_hidden_layers": 2, "hidden_size": 24, "intermediate_size": 32, "image_size": 16},
+    **{"num_attention_heads": 2, "patch_size": 4, "vision_use_head": False},
+}
+# a key's bias adds the same to all scores of a query, which a softmax takes away (without rotary
+# embeddings): the gradient is 0, and what is found is rounding
+CANCELLING = re.compile(r"^vision_tower\..*k_proj\.bias$")
+GEMMA3 = "Gemma3ForConditionalGeneration"
 # architecture -> keys of the language model's configuration
 MODELS: dict[str, dict[str, Any]] = {
     "Qwen3VLForConditionalGeneration": {**INTERLEAVED, "vision_config": DEEPSTACK},
     "Qwen3VLMoeForConditionalGeneration": {**INTERLEAVED, "vision_config": DEEPSTACK},
     "Qwen2_5_VLForConditionalGeneration": {**BLOCKS, "vision_config": WINDOWS},
     "Qwen2VLForConditionalGeneration": {**BLOCKS, "vision_config": SMALL},
+    "Glm4vForConditionalGeneration": {"vision_config": GLM},
+    "Glm46VForConditionalGeneration": {"vision_config": GLM},
+    "Glm4vMoeForConditionalGeneration": {"vision_config": {**GLM, "out_hidden_size": 32}},
+    "Exaone4_5_ForConditionalGeneration": {"vision_config": {**WINDOWS, "num_key_value_heads": 2}},
+    GEMMA3: {"vision_config": SIGLIP, "head_dim": 16},
     "Qwen3_5ForConditionalGeneration": {**QUARTER, "vision_config": QWEN_TOWER},
     "Qwen3_5MoeForConditionalGeneration": {**QUARTER, "vision_config": QWEN_TOWER},
 }
@@ -54,9 +70,12 @@ def make_model(architecture: str, folder: Path) -> Any:
     changes = {**SIZES, **MODELS[architecture]}
     model = make_tiny_model(architecture, folder, **changes)
     path = folder / "config.json"
-    config = json.loads(path.read_text()) | {"image_token_id": IMAGE}
-    path.write_text(json.dumps(config))
-    model.config.image_token_id = IMAGE
+    own = {"image_token_id": IMAGE}
+    if architecture == GEMMA3:
+        own = {"image_token_index": IMAGE, "mm_tokens_per_image": FEATURES}
+    path.write_text(json.dumps(json.loads(path.read_text()) | own))
+    for name, value in own.items():
+        setattr(model.config, name, value)
     return model
 
 
@@ -69,7 +88,8 @@ def images(vision: VisionSettings, seed: int, count: int) -> ImageInputs:
     generator = torch.Generator().manual_seed(seed)
     tower = json.loads(vision.config)["vision_config"]
     merge_size = vision.rule.merge_size
-    assert merge_size is not None
+    if merge_size is None:
+        return ImageInputs(torch.randn(count, 3, 16, 16, generator=generator))
     sizes = torch.randint(1, 5, (count, 2), generator=generator) * merge_size
     grids = torch.cat([torch.ones(count, 1, dtype=torch.int64), sizes], dim=1)
     columns = tower["in_channels"] * tower["temporal_patch_size"] * tower["patch_size"] ** 2

@@ -104,8 +104,12 @@ class SeesImages(LanguageModule):
         if rows.images is None or rows.images.images.positions is None:
             return None
         assert self.vision_settings is not None
-        inverse = self.rotary_pos_emb.inv_freq
-        return row_angles(rows.images.images.positions, inverse, self.vision_settings)
+        return row_angles(
+            rows.images.images.positions,
+            self.rotary_pos_emb.inv_freq,
+            self.vision_settings,
+            neighbours=self.config.rotary_interleaved,
+        )
 
 
 def with_features(embedded: Tensor, tower: ImageTower, seen: ImagePass | None) -> Tensor:
@@ -127,12 +131,15 @@ def with_features(embedded: Tensor, tower: ImageTower, seen: ImagePass | None) -
     return embedded.index_copy(0, images.rows, own[0].unsqueeze(1))
 
 
-def row_angles(positions: Tensor, inverse: Tensor, settings: VisionSettings) -> Tensor:
+def row_angles(
+    positions: Tensor, inverse: Tensor, settings: VisionSettings, *, neighbours: bool
+) -> Tensor:
     """Rotary angles of all rows from their positions on three axes: [T, 1, 1, d].
 
     Args:
         positions: [3, T].
         inverse: [d / 2], a pair's angle per position.
+        neighbours: Pairs are neighbouring dimensions, instead of one of each half.
     """
     axes = settings.family.axes
     assert axes is not None
@@ -146,7 +153,8 @@ def row_angles(positions: Tensor, inverse: Tensor, settings: VisionSettings) -> 
     else:
         blocks = by_axis.split(settings.sections, dim=2)
         angles = torch.cat([block[axis] for axis, block in enumerate(blocks)], dim=1)
-    return torch.cat([angles, angles], dim=1)[:, None, None]
+    both = angles.repeat_interleave(2, dim=1) if neighbours else torch.cat([angles, angles], dim=1)
+    return both[:, None, None]
 
 
 def add_vision(chunk: SeesImages, settings: VisionSettings, *, sequence_parallel: bool) -> None:

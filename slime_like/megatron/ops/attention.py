@@ -24,19 +24,23 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 
 from slime_like.autograd import AutogradContext
 from slime_like.megatron.ops.context_parallel import (
     ContextRows,
     context_parallel_attention,
     context_rows,
+    gather_keys,
 )
+from slime_like.megatron.ops.image_blocks import visible_keys
 
 if TYPE_CHECKING:
     from slime_like.images.rows import ImagePass
     from slime_like.megatron.ops.ahead import AheadRows
     from slime_like.megatron.ops.delta_rule import DeltaRows
     from slime_like.megatron.ops.far_rows import FarRows
+    from slime_like.megatron.ops.image_blocks import ImageBlocks
 
 # Padding costs S * max(L)^2 instead of sum(L^2); above this factor the sequences are computed
 # separately.
@@ -60,6 +64,7 @@ class PackedRows(PackedSeqParams):
     far: FarRows | None = None
     ahead: tuple[AheadRows, ...] = ()  # of each prediction layer
     images: ImagePass | None = None
+    blocks: ImageBlocks | None = None  # of images within which attention is in both directions
     # layer number -> keys that its indexer selected, see ops/sparse_attention.py
     selected_keys: dict[int, Tensor] = field(default_factory=dict)
 
@@ -154,6 +159,8 @@ class PackedAttention(MegatronModule):
         if config.apply_query_key_layer_scaling:
             softmax_scale /= max(1, layer_number)
         self.softmax_scale = softmax_scale
+        # how many tokens before its own a query attends to; None: all
+        self.before: int | None = None
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
 
     def forward(
@@ -171,7 +178,9 @@ class PackedAttention(MegatronModule):
         )
         assert attention_bias is None and attention_mask is None, "packed rows carry no mask tensor"
         with self._dropout_rng():
-            if packed_seq_params.context is not None:
+            if packed_seq_params.blocks is not None:
+                out = self._with_image_blocks(query, key, value, packed_seq_params)
+            elif packed_seq_params.context is not None:
                 assert self.cp_group is not None, (
                     "the layer spec passes its process groups to the core attention"
                 )
@@ -190,6 +199,24 @@ class PackedAttention(MegatronModule):
                     [self._sdpa(q[None], k[None], v[None])[0] for q, k, v in zip(*parts)]
                 )
         return out.reshape(out.size(0), -1)
+
+    def _with_image_blocks(
+        self, query: Tensor, key: Tensor, value: Tensor, rows: PackedRows
+    ) -> Tensor:
+        assert rows.blocks is not None
+        if rows.context is not None:
+            assert self.cp_group is not None
+            key, value = gather_keys(key, value, rows.context, self.cp_group)
+        outputs = []
+        for span in rows.blocks.spans:
+            parts = query[None, span.queries], key[None, span.keys], value[None, span.keys]
+            if span.causal:
+                causal = causal_lower_right(parts[0].size(1), parts[1].size(1))
+                outputs.append(self._sdpa(*parts, causal)[0])
+            else:
+                mask = visible_keys(rows.blocks, span, self.before)
+                outputs.append(PackedAttention._sdpa(self, *parts, mask)[0])
+        return torch.cat(outputs)
 
     def _padded(self, query: Tensor, key: Tensor, value: Tensor, rows: PackedRows) -> Tensor:
         indices = rows.padded_indices

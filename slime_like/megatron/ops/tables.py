@@ -4,10 +4,12 @@ sequences, which the host knows when it packs them: made there, they cost no wai
 from __future__ import annotations
 
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 
 from slime_like.megatron.ops.ahead import ahead_rows
 from slime_like.megatron.ops.attention import PackedRows
 from slime_like.megatron.ops.delta_rule import CHANNEL_CHUNK, CHUNK, DeltaRows, delta_rows
+from slime_like.megatron.ops.image_blocks import image_blocks
 from slime_like.megatron.ops.sparse_attention import far_rows
 
 
@@ -18,17 +20,21 @@ def prepare_rows(
     cp_size: int,
     cp_rank: int,
     prediction_layers: int = 0,
+    last_visible: Tensor | None = None,
 ) -> None:
     """Add the tables that a network reads, in place.
 
     Args:
         rows: On the host.
         prediction_layers: Number of multi-token prediction layers that this pass runs.
+        last_visible: See `ImageRows`.
     """
     if config.linear_attention_freq:
         rows.delta = delta_tables(rows, config)
     if topk := getattr(config, "index_topk", None):
         rows.far = far_rows(rows, topk)
+    if last_visible is not None:
+        rows.blocks = image_blocks(last_visible, rows.lengths, rows.context)
     rows.ahead = tuple(
         ahead_rows(rows.cu_seqlens_q, number + 1, cp_size, cp_rank)
         for number in range(prediction_layers)

@@ -42,8 +42,6 @@ class WindowAttention(PackedAttention):
         self.tp_group = None if groups is None else groups.tp
         size = config.window_size
         layers = config.window_attn_skip_freq
-        # how many tokens before its own a query attends to; None: all
-        self.before: int | None = None
         if size is not None and is_layer_window_attention(size, layers, layer_number):
             self.before = size[0]
         self.softmax_offset: torch.nn.Parameter | None = None

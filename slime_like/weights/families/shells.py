@@ -91,7 +91,7 @@ INTERLEAVED = RotaryAxes((24, 20, 20), interleaved=True)
 
 
 def qwen_tower(
-    axes: RotaryAxes, prefix: str = "model.visual.", deepstack: str | None = None
+    axes: RotaryAxes | None, prefix: str = "model.visual.", deepstack: str | None = None
 ) -> VisionFamily:
     """prefix: of its tensors in the file."""
     return VisionFamily((("visual", prefix),), axes=axes, deepstack=deepstack)
@@ -235,7 +235,15 @@ for _family in (
         TOWER_AND_PROJECTOR,
         ("gemma-3-4b", "gemma-3-12b", "gemma-3-27b"),
         TOWER,
-        vision="needs attention in both directions within an image, which is not offered",
+        vision=VisionFamily(
+            (
+                ("vision_tower", "vision_tower.vision_model."),
+                ("multi_modal_projector", "multi_modal_projector."),
+            ),
+            image_token="image_token_index",
+            features="mm_tokens_per_image",
+            both_directions=True,
+        ),
     ),
     shell(
         model_families.get("MistralForCausalLM"),
@@ -258,7 +266,7 @@ for _family in (
         ("GLM-4.1V",),
         {**QWEN_TOWER, "image_size": 8, "out_hidden_size": 64},
         {"hidden_size": 64, "head_dim": 16, "rope_parameters": THREE_AXES},
-        vision="is offered here without images",
+        vision=qwen_tower(BLOCKS),
     ),
     shell(
         model_families.get("Glm4ForCausalLM"),
@@ -270,7 +278,7 @@ for _family in (
         ("GLM-4.6V-Flash",),
         {**QWEN_TOWER, "image_size": 8, "out_hidden_size": 64},
         {"hidden_size": 64, "head_dim": 16, "rope_parameters": THREE_AXES},
-        vision="is offered here without images",
+        vision=qwen_tower(BLOCKS),
     ),
     shell(
         model_families.get("Exaone4ForCausalLM"),
@@ -282,7 +290,7 @@ for _family in (
         ("EXAONE-4.5",),
         {**QWEN_TOWER, "fullatt_block_indexes": [0], "window_size": 8, "num_key_value_heads": 2},
         {"model_type": "exaone4"},
-        vision="is offered here without images",
+        vision=qwen_tower(None),
     ),
     shell(
         dataclasses.replace(
@@ -296,7 +304,7 @@ for _family in (
         ("GLM-4.5V", "GLM-4.6V"),
         {**QWEN_TOWER, "image_size": 8},
         {"use_qk_norm": False, "rope_parameters": THREE_AXES},
-        vision="is offered here without images",
+        vision=qwen_tower(BLOCKS),
     ),
     dataclasses.replace(
         shell(

@@ -10,6 +10,7 @@ import pytest
 
 from arguments.parse import parse_args
 from slime_like.config import Problem
+from slime_like.images.rows import PlaceholderRule
 from slime_like.weights.families import model_families
 from slime_like.weights.families.base import ModelFamily
 from tests.unit.command_lines import HF_CONFIG, complete, problems_of
@@ -85,6 +86,28 @@ def test_a_broken_rule(
     words: str,
 ) -> None:
     assert named(words_of(tmp_path, *flags.split(), **changes), ranks, flag, words)
+
+
+GEMMA: dict[str, Any] = {
+    **{"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3"},
+    **{"image_token_index": 300, "mm_tokens_per_image": 9, "vision_config": {}},
+    "text_config": {
+        **HF_CONFIG,
+        **{"model_type": "gemma3_text", "head_dim": 16, "hidden_act": None, "sliding_window": 8},
+    },
+}
+
+
+def test_a_tower_of_whole_images(tmp_path: Path) -> None:
+    argv = complete(tmp_path, *IMAGES)
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(GEMMA))
+    vision = parse_args(argv, 1).gpt.vision
+    assert vision is not None
+    assert vision.rule == PlaceholderRule(300, features=9, both_directions=True)
+    words = "need attention in both directions; add --transformer-impl local"
+    engine = ["--transformer-impl", "transformer_engine"]
+    case = ("check_image_attention", engine, "--multimodal-keys", words)
+    assert named([*argv, *case[1]], 1, case[2], case[3])
 
 
 def named(argv: list[str], ranks: int, flag: str, words: str) -> list[Problem]:
