@@ -29,7 +29,6 @@ class Feature:
     zh: str  # text on the page
 
 
-IMAGES = Feature("images and other media", "images in prompts", "提示里的图像")
 PREFILL = Feature(
     "prefill servers",
     "servers that only prefill (`--prefill-num-servers`); accepted without that flag",
@@ -55,7 +54,6 @@ CROWDED = Feature(
     "`--expert-model-parallel-size 4` 时接受",
 )
 REFUSED: Mapping[str, Feature] = {
-    "examples/geo3k_vlm/run_geo3k_qwen35.sh": IMAGES,
     "examples/eval_multi_task/multi_task.sh": IFBENCH,
     "scripts/low_precision/run-qwen3-30b-a3b-fp8.sh": FP8,
     "examples/delta_weight_sync/run-glm4.7-30B-A3B-delta.sh": UNEVEN,

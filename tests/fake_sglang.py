@@ -25,10 +25,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
 from slime_like.engines.base import GenerateRequest, SamplingParams
 from slime_like.engines.local.engine import LocalEngine
 from slime_like.engines.sglang.engine import SglangEngine
+from slime_like.images.encoded import EncodedImage
+from slime_like.images.processor import ImageProcessor
 from slime_like.sglang.http import Deadlines, Retries
 from slime_like.sglang.requests import RequestSettings
 from slime_like.sglang.routed_experts import RoutesFormat
@@ -138,7 +141,12 @@ class FakeServer:
 
     def __init__(self, model: str, port: int = 0, host: str = "127.0.0.1") -> None:
         self.model = model
-        self.engine = LocalEngine(model, None)
+        self.images: ImageProcessor | None = None  # of a model that takes images
+        if (Path(model) / "preprocessor_config.json").is_file():
+            from tests.vision import processor_of
+
+            self.images = processor_of(Path(model), AutoTokenizer.from_pretrained(model))
+        self.engine = LocalEngine(model, None, images=self.images)
         # of the next /generate calls of rollouts, one each; None: a right answer
         self.faults: list[Fault | None] = []
         # of requests that ask whether the weights are right
@@ -354,7 +362,15 @@ class FakeServer:
             tuple(words.get("stop_token_ids", ())), ignore_end_tokens=words.get("ignore_eos", False),
             report_routed_experts=body.get("return_routed_experts", False),
         )  # fmt: skip
-        request = GenerateRequest(0, tuple(body["input_ids"]), words.get("sampling_seed", 0))
+        images = tuple(
+            EncodedImage(base64.b64decode(url.partition(",")[2]))
+            for url in body.get("image_data") or ()
+        )
+        ids = body["input_ids"]
+        if images:  # one placeholder each, which the server repeats
+            assert self.images is not None
+            ids = self.images.expand(ids, self.images.token_counts(images))
+        request = GenerateRequest(0, tuple(ids), words.get("sampling_seed", 0), images)
         with self._lock:
             if not self.engine._weights_complete:
                 return {
@@ -384,14 +400,15 @@ class FakeServer:
                 ).decode()
             }
         )
-        return {
+        reported = {"prompt_token_ids": list(ids)} if body.get("return_prompt_token_ids") else {}
+        return reported | {
             "text": "",
             "output_ids": list(output.tokens),
             "meta_info": {
                 **routed_experts,
                 "id": body["rid"],
                 "finish_reason": {"type": output.finish_reason},
-                "prompt_tokens": len(body["input_ids"]),
+                "prompt_tokens": len(ids),
                 "completion_tokens": count,
                 "weight_version": self.version,
                 "weight_versions": [{"version": self.version, "start": 0, "end": count}],
@@ -509,7 +526,9 @@ def engine_of(
         model,
         torch.device("cpu"),
     )
-    requests = RequestSettings(Deadlines(5.0, total_s, total_s), Retries(ATTEMPTS, 0.01, 0.02), 64)
+    requests = RequestSettings(
+        Deadlines(5.0, total_s, total_s), Retries(ATTEMPTS, 0.01, 0.02), 64, servers[0].images
+    )
     engine = SglangEngine(
         pool,
         updater,

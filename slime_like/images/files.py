@@ -95,6 +95,15 @@ def decode(image: EncodedImage, limits: ImageLimits) -> Image:
     return _within(limits.decode_s, lambda: _decode(image.data, limits))
 
 
+def upright(image: EncodedImage, limits: ImageLimits) -> EncodedImage:
+    """The image itself, or a new file of its RGB pixels if it has an orientation or transparent
+    pixels."""
+    opened = _open(io.BytesIO(image.data), limits)
+    if _orientation(opened) == 1 and not _is_transparent(opened):
+        return image
+    return encode(decode(image, limits))
+
+
 def encode(image: Image) -> EncodedImage:
     """An image of Pillow's as a PNG file. Raises ImageProblem."""
     file = io.BytesIO()

@@ -16,7 +16,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime_like.images.encoded import EncodedImage
-from slime_like.images.files import DEFAULT_LIMITS, ImageLimits, ImageProblem, decode
+from slime_like.images.files import (
+    DEFAULT_LIMITS,
+    ImageLimits,
+    ImageProblem,
+    decode,
+    upright,
+)
 from slime_like.images.inputs import ImageInputs, concatenate
 from slime_like.images.rows import PlaceholderRule, feature_counts
 from slime_like.lazy import torch
@@ -147,6 +153,28 @@ class ImageProcessor:
         for token in tokens:
             expanded += [token] * (next(remaining) if token == self.rule.image_token else 1)
         return expanded
+
+    def collapse(self, tokens: Sequence[int], images: Sequence[EncodedImage]) -> list[int]:
+        """The ids with a single placeholder for every image, as SGLang takes them: the inverse of
+        `expand`. Raises ValueError if they have other placeholders than these images'."""
+        placeholder = self.rule.image_token
+        remaining = iter(self.token_counts(images))
+        collapsed: list[int] = []
+        place = 0
+        while place < len(tokens):
+            collapsed.append(tokens[place])
+            width = next(remaining, 0) if tokens[place] == placeholder else 1
+            if not width or tokens[place : place + width] != (tokens[place],) * width:
+                raise ValueError(f"the placeholder of an image at token {place} has no image")
+            place += width
+        if next(remaining, None) is not None:
+            raise ValueError("there are more images than placeholders of images")
+        return collapsed
+
+    def served(self, image: EncodedImage) -> EncodedImage:
+        """The image for an engine that decodes it by itself: upright and opaque, since programs
+        differ in what they make of EXIF tags and transparency. Most images stay as they are."""
+        return upright(image, self.limits)
 
     def token_counts(self, images: Sequence[EncodedImage]) -> list[int]:
         """The number of placeholders of each image."""

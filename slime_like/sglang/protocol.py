@@ -19,6 +19,7 @@ from slime_like.checked_json import (
     read,
 )
 from slime_like.engines.base import FinishReason, GenerateOutput, GenerateRequest, SamplingParams
+from slime_like.images.processor import ImageProcessor
 from slime_like.sglang.routed_experts import RoutesFormat, read_routed_experts
 from slime_like.text import clean, shown
 
@@ -71,6 +72,7 @@ class _GenerationMeta(_Meta):
 class _Generation(_Answer):
     output_ids: Items[TokenId] = Field(default_factory=list)
     meta_info: _GenerationMeta
+    prompt_token_ids: Items[int] | None = None  # of a prompt with images
 
 
 class _ScoresMeta(_Meta):
@@ -94,19 +96,32 @@ class RefusedByServer(ValueError):
 
 
 def generation_body(
-    request: GenerateRequest, sampling: SamplingParams, rid: str
+    request: GenerateRequest,
+    sampling: SamplingParams,
+    rid: str,
+    images: ImageProcessor | None = None,
 ) -> dict[str, object]:
     """The body of one request. Seeds only take effect with --sglang-enable-deterministic-inference.
-    Raises ValueError for stop tokens with ignore_end_tokens, which SGLang does not support."""
+    images: the model's processor, for prompts with images. Raises ValueError for stop tokens with
+    ignore_end_tokens, which SGLang does not support."""
     if sampling.ignore_end_tokens and sampling.stop_token_ids:
         raise ValueError(
             f"SGLang's ignore_eos also ignores the stop tokens {list(sampling.stop_token_ids)}; "
             "use either ignore_end_tokens or stop_token_ids"
         )
-    extra = {"return_routed_experts": True} if sampling.report_routed_experts else {}
+    extra: dict[str, object] = {}
+    if sampling.report_routed_experts:
+        extra["return_routed_experts"] = True
+    prompt = list(request.prompt_tokens)
+    if request.images:
+        assert images is not None, "a run with images has their processor"
+        # the server repeats each placeholder, and reports the prompt that it has made
+        prompt = images.collapse(request.prompt_tokens, request.images)
+        extra["image_data"] = [images.served(image).data_url for image in request.images]
+        extra["return_prompt_token_ids"] = True
     return extra | {
         "rid": rid,
-        "input_ids": list(request.prompt_tokens),
+        "input_ids": prompt,
         "return_logprob": True,
         "sampling_params": {
             "temperature": sampling.temperature,
@@ -190,6 +205,8 @@ def read_generation(
             raise InvalidResponse(
                 f"a prompt of {length} tokens, and the server read {meta.prompt_tokens}"
             )
+        if request.images and generation.prompt_token_ids is not None:
+            _check_prompt(generation.prompt_token_ids, request)
         log_probs = _log_probs(meta, tokens)
         versions = _weight_versions(meta, len(tokens), legal.versions)
         output = GenerateOutput(request.sample_id, tokens, log_probs, finish.type, versions)
@@ -198,6 +215,16 @@ def read_generation(
         assert legal.routed_experts is not None, "checked by the caller"
         experts = read_routed_experts(meta.routed_experts, request, output, legal.routed_experts)
         return replace(output, routed_experts=experts)
+
+
+def _check_prompt(reported: Sequence[int], request: GenerateRequest) -> None:
+    """Check that the server has read the prompt's own tokens: another tokenisation of its text may
+    have as many, and so may an image of another size."""
+    for place, (token, other) in enumerate(zip(request.prompt_tokens, reported)):
+        if token != other:
+            raise InvalidResponse(
+                f"token {place} of the prompt is {token}, and the server read {shown(other, 40)}"
+            )
 
 
 def vocabulary_body(token: int, rid: str) -> dict[str, object]:

@@ -15,6 +15,7 @@ import httpx
 
 from slime_like.checked_json import InvalidResponse, WrongWeightVersion
 from slime_like.engines.base import GenerateOutput, GenerateRequest, SamplingParams
+from slime_like.images.processor import ImageProcessor
 from slime_like.sglang.http import (
     CONTROL_S,
     Deadlines,
@@ -45,6 +46,7 @@ class RequestSettings:
     deadlines: Deadlines = field(default_factory=Deadlines)
     retries: Retries = field(default_factory=Retries)
     concurrency: int = 512  # requests in flight per server
+    images: ImageProcessor | None = None  # the model's, if prompts may have images
 
 
 class ServerRequests:
@@ -176,7 +178,7 @@ class ServerRequests:
         url, worker = await self._target(avoid)
         oldest = self._pool.version
         evictions = 0 if worker is None else worker.evictions
-        body = generation_body(request, sampling, rid)
+        body = generation_body(request, sampling, rid, self._settings.images)
         limit = max_response_bytes(request, sampling, self._token_bytes(sampling))
         answer = await self._post(client, url, worker, body, limit, avoid)
         versions = {v for v in self.sent if v >= oldest}

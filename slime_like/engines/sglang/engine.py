@@ -206,7 +206,7 @@ class SglangEngine(RolloutEngine):
 
                 async def generate(worker: Worker, request: GenerateRequest) -> GenerateOutput:
                     rid = self._rank_zero_requests().new_id("probe")
-                    body = generation_body(request, sampling, rid)
+                    body = generation_body(request, sampling, rid, self._settings.images)
                     url = f"{worker.url}/generate"
                     limit = max_response_bytes(request, sampling)
                     answer = await post_once(client, url, body, self._settings.deadlines, limit)

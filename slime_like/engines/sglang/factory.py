@@ -56,7 +56,7 @@ def make_sglang_engine(context: EngineContext) -> SglangEngine:
     return SglangEngine(
         pool,
         updater,
-        request_settings(config.sglang),
+        replace(request_settings(config.sglang), images=context.image_processor),
         model,
         check_updates=config.sglang.check_weight_update_equal,
         colocated=bool(config.sglang.offload_rollout),

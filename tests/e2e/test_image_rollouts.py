@@ -1,0 +1,185 @@
+"""Rollouts of a model that sees images: on several ranks, interrupted, ahead of training, recorded,
+and without sampling; rewards and evaluation see the pictures."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts.make_tiny_model import make_tiny_model
+from slime_like.rollout.recording import load_rollout
+from tests.e2e.helpers import Workspace, rows_of, same_numbers, sampled
+from tests.e2e.programs import TrainServer
+from tests.vision import picture
+
+REWARD = """
+def height(args, sample):
+    pictures = (sample.multimodal_inputs or {"images": []})["images"]
+    assert len(pictures) == len(sample.images)
+    return sum(p.size[1] for p in pictures) / 100 + 0.01 * sample.response_length
+"""
+COMPUTED_ALIKE = 1e-5  # log-probs of engine and trainer, in float32
+OFFLINE: dict[str, Any] = {
+    "policy_loss_type": None, "n_samples_per_prompt": None, "custom_rm_path": None, "rm_num_workers": None, "rollout_max_response_len": None,
+    "num_steps_per_rollout": None, "rollout_batch_size": 8, "micro_batch_size": 4,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Flags of a run whose prompts have one or two pictures, or none; every picture is there
+    twice."""
+    folder = tmp_path_factory.mktemp("seeing")
+    make_tiny_model("Qwen3-VL", folder / "model", images=True)
+    rows = []
+    for number in range(12):
+        names = []
+        for own in range(number % 3):
+            path = folder / f"{number % 6}_{own}.png"
+            path.write_bytes(picture(number % 6, 16 + 8 * own, 24))
+            names.append(path.name)
+        text = "<image>" * len(names) + f"what is number {number}?"
+        rows.append({"messages": text, "images": names, "answer": "red", "chosen": "red", "rejected": "blue"})  # fmt: skip
+    data = folder / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "own.py").write_text(REWARD)
+    return {
+        **{"hf_checkpoint": folder / "model", "prompt_data": data, "micro_batch_size": 4},
+        **{"multimodal_keys": '{"image":"images"}', "custom_rm_path": f"{folder}/own.py:height"},
+    }
+
+
+def run(server: TrainServer, work: Workspace, out: Path, ranks: int = 1, **flags: Any) -> None:
+    out.mkdir(exist_ok=True)
+    saved = {"save_debug_rollout_data": out / "rollout_{rollout_id}"}
+    server.train(work.flags(out, **{**saved, **flags}), out / "log", ranks=ranks).ok()
+
+
+def test_two_ranks_sample_and_learn_as_one(
+    server: TrainServer, work: Workspace, seeing: dict[str, Any], tmp_path: Path
+) -> None:
+    """Each rank samples half, and the bytes of images go to the rank that trains on them."""
+    evaluation = {"eval_prompt_data": f"all {seeing['prompt_data']}", "eval_interval": 1}
+    for ranks in (1, 2):
+        run(server, work, tmp_path / f"{ranks}", ranks, **seeing, **evaluation)
+    one, two = ([r for r in rows_of(tmp_path / n) if "train/loss" in r] for n in "12")
+    for row, other in zip(one, two, strict=True):
+        assert row["rollout/train_rollout_log_prob_diff_mean"] < COMPUTED_ALIKE
+        for name in ("train/loss", "train/grad_norm", "rollout/reward_mean", "eval/all/mean"):
+            assert other[name] == pytest.approx(row[name], rel=1e-4, abs=1e-6)
+    heights = [16 if n % 3 == 1 else 40 if n % 3 else 0 for n in range(12)]
+    assert one[-1]["eval/all/mean"] > sum(heights) / 1200  # and a little for every token
+    recorded = [sampled(tmp_path / name / "rollout_{rollout_id}", 0) for name in "12"]
+    assert recorded[0] == recorded[1]
+
+
+def test_recorded_rollouts_train_the_same(
+    server: TrainServer, work: Workspace, seeing: dict[str, Any], tmp_path: Path
+) -> None:
+    run(server, work, tmp_path / "full", **seeing, num_rollout=3)
+    pictures = list((tmp_path / "full" / "images").iterdir())
+    used = {
+        image.digest
+        for rollout in range(3)
+        for group in load_rollout(str(tmp_path / "full" / "rollout_{rollout_id}"), rollout)
+        for sample in group.samples
+        for image in sample.images
+    }
+    assert used and {path.stem for path in pictures} == used
+    template = tmp_path / "full" / "rollout_{rollout_id}"
+    offline = {"load_debug_rollout_data": template, "save_debug_rollout_data": None}
+    run(server, work, tmp_path / "again", **{**seeing, **offline}, num_rollout=3)
+    names = ("train/loss", "train/grad_norm")
+    full, again = (rows_of(tmp_path / name) for name in ("full", "again"))
+    assert [[r[n] for n in names] for r in full] == [[r[n] for n in names] for r in again]
+
+
+def test_interrupted_answers_keep_their_images(
+    server: TrainServer, work: Workspace, seeing: dict[str, Any], tmp_path: Path
+) -> None:
+    """Partial rollouts: waiting answers continue in a later one, also after a checkpoint."""
+    more = {
+        **{**seeing, "partial_rollout": "", "over_sampling_batch_size": 6, "rollout_slice_len": 3},
+        **{"n_samples_per_prompt": 2, "token_tis_ratio_clip_high": 2.0, "micro_batch_size": 2},
+        **{"tis_ratio_type": "token", "max_train_rollout_diff": 0.001},
+    }
+    run(server, work, tmp_path / "full", **more, num_rollout=4)
+    root = tmp_path / "checkpoints"
+    run(server, work, tmp_path / "parts", **more, num_rollout=2, save=root)
+    state = json.loads(next(root.glob("*/trainer.json")).read_text())
+    assert any(group["images"] for group in state["waiting_groups"])
+    run(server, work, tmp_path / "parts", **more, num_rollout=4, load=root)
+    full, parts = (rows_of(tmp_path / name) for name in ("full", "parts"))
+    assert same_numbers(parts) == same_numbers(full)
+
+
+def test_rollouts_ahead_of_training_keep_their_images(
+    server: TrainServer, work: Workspace, seeing: dict[str, Any], tmp_path: Path
+) -> None:
+    more = {**seeing, "async_rollout": "", "max_staleness": 1}
+    run(server, work, tmp_path / "full", **more, num_rollout=4)
+    root = tmp_path / "checkpoints"
+    more["num_rollout"] = 4
+    run(server, work, tmp_path / "parts", **more, save=root, exit_interval=2)
+    state = json.loads(next(root.glob("*/trainer.json")).read_text())
+    (ahead,) = state["sampled_ahead"]["rollouts"]
+    assert any(group["images"] for group in ahead["groups"])
+    run(server, work, tmp_path / "parts", **more, load=root)
+    full, parts = (rows_of(tmp_path / name) for name in ("full", "parts"))
+    assert same_numbers(parts) == same_numbers(full)
+    assert full[0]["rollout/train_rollout_log_prob_diff_mean"] < COMPUTED_ALIKE
+
+
+def test_pairs_of_answers_about_pictures(
+    server: TrainServer, work: Workspace, seeing: dict[str, Any], tmp_path: Path
+) -> None:
+    """From the loss log 2 of a policy that is its reference."""
+    flags = {
+        **{**seeing, **OFFLINE, "loss_type": "dpo_loss", "ref_load": seeing["hf_checkpoint"]},
+        **{"label_key": None, "num_rollout": 5, "lr": 3e-3, "save_debug_rollout_data": None},
+    }
+    run(server, work, tmp_path / "out", 2, **flags)
+    rows = rows_of(tmp_path / "out")
+    assert abs(rows[0]["train/loss"] - math.log(2)) < 1e-4
+    assert rows[-1]["train/pair_accuracy"] > 0.9
+
+
+def test_conversations_with_pictures_in_later_turns(
+    server: TrainServer, work: Workspace, seeing: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = Path(seeing["hf_checkpoint"]).parent
+    messages = [
+        {"role": "user", "content": [{"type": "image", "image": "1_0.png"}, {"type": "text", "text": "one?"}]},
+        {"role": "assistant", "content": "red"},
+        {"role": "user", "content": "and <image>?"},
+        {"role": "assistant", "content": "blue"},
+    ]  # fmt: skip
+    data = folder / "talks.jsonl"
+    data.write_text((json.dumps({"messages": messages, "images": ["2_1.png"]}) + "\n") * 8)
+    flags = {
+        **{**seeing, **OFFLINE, "loss_type": "sft_loss", "prompt_data": data, "label_key": None},
+        **{"num_rollout": 5, "lr": 3e-3, "save_debug_rollout_data": None, "apply_chat_template": None},
+    }  # fmt: skip
+    run(server, work, tmp_path / "out", **flags)
+    rows = rows_of(tmp_path / "out")
+    assert rows[-1]["train/loss"] < rows[0]["train/loss"] - 0.5
+
+
+def test_one_error_names_the_row_of_a_bad_picture(
+    server: TrainServer, work: Workspace, seeing: dict[str, Any], tmp_path: Path
+) -> None:
+    """What only decoding tells ends the run when the row's turn has come, with its place."""
+    row = {"messages": "<image>?", "images": ["bad.png"], "answer": "red"}
+    data = bytearray(picture(0, 64, 64))
+    start = data.index(b"IDAT") + 200
+    data[start : start + 50] = bytes(50)
+    (tmp_path / "bad.png").write_bytes(bytes(data))
+    (tmp_path / "rows.jsonl").write_text((json.dumps(row) + "\n") * 4)
+    flags = {**seeing, "prompt_data": tmp_path / "rows.jsonl"}
+    ended = server.train(work.flags(tmp_path / "out", **flags), tmp_path / "log")
+    assert ended.status == 1 and "Traceback" not in ended.err
+    assert "rows.jsonl:1: image 1 of 1: the image cannot be decoded" in ended.err
