@@ -79,10 +79,10 @@ def write_project(folder: Path, hf_checkpoint: str | None, starter: str = DEFAUL
     if hf_checkpoint is None:
         from transformers.utils import logging  # slow to import
 
-        from slime_like.cli.tiny_model import save_model
+        from slime_like.cli.tiny_model import ENDING_TEMPLATE, save_model
 
         logging.disable_progress_bar()
-        save_model(folder / "model", hidden_size=64, num_layers=2)
+        save_model(folder / "model", hidden_size=64, num_layers=2, chat_template=ENDING_TEMPLATE)
     model = "model" if hf_checkpoint is None else str(Path(hf_checkpoint).absolute())
     shared = [SHARED / f"{name}.txt" for name in STARTERS[starter].shared]
     for template in [*shared, *sorted((TEMPLATES / starter).glob("*.txt"))]:

@@ -21,10 +21,14 @@ ASSISTANT = "<|assistant|>"
 IMAGE_START = "<|vision_start|>"
 IMAGE = "<|image_pad|>"
 IMAGE_END = "<|vision_end|>"
-CHAT_TEMPLATE = (  # the model's answers end as they do when they are sampled
+CHAT_TEMPLATE = (
     "{% for m in messages %}{{ '<|user|>' if m.role == 'user' else '<|assistant|>' }}"
-    "{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    "{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+# Answers end as they do when they are sampled, so fine-tuning on conversations teaches the end.
+ENDING_TEMPLATE = CHAT_TEMPLATE.replace(
+    "{{ m.content }}",
+    "{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}",
 )
 
 
@@ -131,10 +135,16 @@ def make_model(
 
 
 def save_model(
-    folder: Path, *, hidden_size: int, num_layers: int, seed: int = 1
+    folder: Path,
+    *,
+    hidden_size: int,
+    num_layers: int,
+    seed: int = 1,
+    chat_template: str = CHAT_TEMPLATE,
 ) -> PreTrainedModel:
     """Save a model with its tokenizer as a Hugging Face folder."""
     tokenizer = make_tokenizer()
+    tokenizer.chat_template = chat_template
     model = make_model(tokenizer, hidden_size=hidden_size, num_layers=num_layers, seed=seed)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
