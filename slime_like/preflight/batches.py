@@ -7,12 +7,16 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from arguments.run_config import RunConfig
 from slime_like.config import ConfigError, Problem
+from slime_like.data.factory import run_image_processor, run_tokenizer
+from slime_like.data.prompts import row_images
+from slime_like.data.row_images import RowImages
 from slime_like.distributed.seqlen_balancing import (
     imbalance,
     members,
@@ -25,6 +29,7 @@ from slime_like.megatron.micro_batching import micro_batch_size, work_per_token
 
 CHARACTERS_PER_TOKEN = 4.0  # for English text, if prompts cannot be tokenised here
 PROMPTS_READ = 10_000
+ROWS_WITH_IMAGES = 1_000  # of which the files' headers are read
 DEFAULT_PROMPT = 256  # tokens, without prompts and --rollout-max-prompt-len
 LENGTHS = "--preflight-lengths"
 
@@ -135,29 +140,73 @@ def prompt_limit(config: RunConfig) -> int:
 
 
 def prompt_lengths(config: RunConfig) -> tuple[NDArray[np.int64], str]:
-    """Prompt lengths in tokens, estimated from the characters of the first rows of --prompt-data if
-    it is a JSONL file; otherwise a single length."""
+    """Prompt lengths in tokens, estimated from the characters and images of the first rows of
+    --prompt-data if it is a JSONL file; otherwise a single length. Raises ConfigError."""
     path = config.data.prompt_data
     limit = config.data.rollout_max_prompt_len
-    characters = list(_characters(path, config.data.input_key)) if path is not None else []
-    if not characters:
+    key = config.data.input_key
+    rows = list(_rows(path)) if path is not None else []
+    rows = [row for row in rows if _characters(row.get(key)) is not None]
+    if not rows:
         length = limit or DEFAULT_PROMPT
         return np.array([length]), f"{length} tokens each"
-    lengths = np.ceil(np.array(characters) / CHARACTERS_PER_TOKEN).astype(np.int64)
+    images = _image_reader(config)
+    rows = rows if images is None else rows[:ROWS_WITH_IMAGES]
+    characters = np.array([_characters(row[key]) for row in rows])
+    lengths = np.ceil(characters / CHARACTERS_PER_TOKEN).astype(np.int64)
+    source = f"{path}, {CHARACTERS_PER_TOKEN:g} characters a token"
+    if images is not None:
+        of_images = np.array([_image_tokens(row, key, images) for row in rows])
+        source += f", {of_images.mean():.0f} tokens of images"
+        lengths = lengths + of_images
     kept = lengths[lengths <= limit] if limit is not None else lengths
     kept = np.maximum(kept if kept.size else lengths[:1], 1)
-    return kept, f"{path}, {CHARACTERS_PER_TOKEN:g} characters a token"
+    return kept, source
 
 
-def _characters(path: str, key: str) -> Iterator[int]:
+def _rows(path: str) -> Iterator[dict[str, Any]]:
     file = Path(path.partition("@")[0])
     if file.suffix != ".jsonl" or not file.is_file():
         return
     with file.open(encoding="utf-8") as lines:
         for _, line in zip(range(PROMPTS_READ), lines):
             row: object = json.loads(line)
-            value = row.get(key) if isinstance(row, dict) else None
-            if isinstance(value, str):
-                yield len(value)
-            elif isinstance(value, list):
-                yield sum(len(str(m.get("content", ""))) for m in value if isinstance(m, dict))
+            if isinstance(row, dict):
+                yield row
+
+
+def _characters(prompt: object) -> int | None:
+    """Of a text or of messages; None for other things."""
+    if isinstance(prompt, str):
+        return len(prompt)
+    if isinstance(prompt, list):
+        return sum(len(_text(m.get("content", ""))) for m in prompt if isinstance(m, dict))
+    return None
+
+
+def _text(content: object) -> str:
+    """Of a message; images are counted by themselves."""
+    if not isinstance(content, list):
+        return str(content)
+    return "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
+
+
+def _image_reader(config: RunConfig) -> RowImages | None:
+    """Takes images out of rows; None without --multimodal-keys."""
+    if config.gpt.vision is None:
+        return None
+    assert config.data.prompt_data is not None
+    try:
+        processor = run_image_processor(config, run_tokenizer(config))
+    except ValueError as error:
+        problem = Problem("--hf-checkpoint", config.model.hf_checkpoint, str(error))
+        raise ConfigError([problem]) from error
+    return row_images(processor, config.data, config.data.prompt_data)
+
+
+def _image_tokens(row: dict[str, Any], key: str, images: RowImages) -> int:
+    """Of the files' headers; 0 for a row that the run will refuse, naming it."""
+    try:
+        return sum(images.counts(images.split(row, [key])[1]))
+    except ValueError:
+        return 0

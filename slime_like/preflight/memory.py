@@ -8,7 +8,7 @@ from itertools import chain
 
 from arguments.run_config import RunConfig
 from slime_like.engines.registry import engine_traits
-from slime_like.megatron.factory import needs_reference
+from slime_like.megatron.factory import frozen_tower, needs_reference
 from slime_like.megatron.frozen_parameters import FrozenParameters
 from slime_like.megatron.model.gpt import padded_vocab_size
 from slime_like.megatron.ops.fused_linear_logprob import (
@@ -218,7 +218,8 @@ def _critic(config: RunConfig, rank: int, *, gpu: bool) -> int:
         rank=rank,
         world_size=config.world_size,
     ) as layout:
-        built = build_rank(model.megatron, config.gpt, layout, gpu=gpu, value_head=True)
+        gpt = replace(config.gpt, vision=frozen_tower(config.gpt.vision))
+        built = build_rank(model.megatron, gpt, layout, gpu=gpu, value_head=True)
         optimizer = optimizer_bytes(built, gpu=gpu)
         return weight_bytes(built) + gradient_bytes(built) + optimizer.device
 

@@ -3,11 +3,13 @@ search, which compares too many layouts to build them."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from arguments.hf.moe import moe_layers
 from arguments.schema import GPTModelConfig
+from slime_like.images.tower import tower_shapes
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -29,6 +31,7 @@ class ModelShape:
     hidden: int
     delta: int = 0  # of a delta net and norms
     delta_nets: int = 0  # number of layers with a delta net instead of attention
+    tower: int = 0  # of the vision tower, which text does not pass
 
     @property
     def expert_parameters(self) -> int:
@@ -44,7 +47,7 @@ class ModelShape:
 
     @property
     def total(self) -> int:
-        return self.expert_parameters + self.other_parameters
+        return self.expert_parameters + self.other_parameters + self.tower
 
     @property
     def active(self) -> int:
@@ -88,6 +91,7 @@ def shape_of(config: TransformerConfig, gpt: GPTModelConfig) -> ModelShape:
         hidden=norm,
         delta=2 * norm + _delta_net(config),
         delta_nets=sum(config.linear_attention_freq or []),
+        tower=0 if gpt.vision is None else sum(map(math.prod, tower_shapes(gpt.vision).values())),
     )
 
 

@@ -14,10 +14,8 @@ from slime_like.batching.builder import BatchBuilder
 from slime_like.batching.factory import advantage_settings, outcome_readers
 from slime_like.batching.settings import BatchSettings
 from slime_like.batching.user_hooks import TrainHooks
-from slime_like.data.tokenizer import load_tokenizer
 from slime_like.distributed.signals import StopConditions
 from slime_like.guards.rollout import RolloutGuards
-from slime_like.images.files import ImageLimits
 from slime_like.images.processor import ImageProcessor
 from slime_like.megatron.backend import MegatronBackend
 from slime_like.megatron.factory import needs_reference
@@ -34,36 +32,6 @@ from slime_like.trainer.train_step import TrainStep
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-def run_tokenizer(config: RunConfig) -> object:
-    """The tokenizer of --hf-checkpoint; None if the run only reads recorded tokens. Raises
-    ValueError."""
-    if config.model.hf_checkpoint is None:
-        return None
-    return load_tokenizer(
-        config.model.hf_checkpoint,
-        vocab_size=config.gpt.vocab_size,
-        trust_remote_code=config.model.trust_remote_code,
-    )
-
-
-def run_image_processor(
-    config: RunConfig, tokenizer: PreTrainedTokenizerBase
-) -> ImageProcessor | None:
-    """The image processor of --hf-checkpoint; None without --multimodal-keys. Raises ValueError."""
-    data = config.data
-    if config.gpt.vision is None or config.model.hf_checkpoint is None:
-        return None
-    return ImageProcessor.load(
-        config.model.hf_checkpoint,
-        tokenizer,
-        config.gpt.vision.rule,
-        limits=ImageLimits(
-            int(data.max_image_mb * 2**20), data.max_image_pixels, data.image_decode_timeout_s
-        ),
-        trust_remote_code=config.model.trust_remote_code,
-    )
 
 
 def num_rollouts(config: RunConfig, prompts: Sized | None) -> int:

@@ -17,6 +17,7 @@ from arguments.run_config import RunConfig
 from slime_like.batching.builder import Batches
 from slime_like.batching.user_hooks import make_train_hooks
 from slime_like.checkpoints.files import writes_to
+from slime_like.data.factory import run_image_processor, run_tokenizer
 from slime_like.distributed.collectives import any_rank, from_rank_zero
 from slime_like.distributed.signals import ExitRequest
 from slime_like.logs import warn_rank_0
@@ -38,8 +39,6 @@ from slime_like.trainer.factory import (
     make_train_step,
     num_rollouts,
     rollout_guards,
-    run_image_processor,
-    run_tokenizer,
     steps_per_rollout,
     stop_conditions,
     throughput_of,

@@ -397,6 +397,7 @@ WHOLE_RUN = {
     "build its parts": (
         "slime_like.agents.factory",
         "slime_like.batching.factory",
+        "slime_like.data.factory",
         "slime_like.engines.registry",
         "slime_like.engines.sglang.factory",
         "slime_like.megatron.backend",
