@@ -9,7 +9,9 @@ with the same function, and take one Adam step with the PPO loss on GRPO advanta
 end a response after 85 tokens in the mean: with --new-tokens 5 nearly all are 5 long, with
 --new-tokens 256 a few are several times as long as the rest. Each runs in a
 process of its own, the sides in turns; of each run the median step counts (the first ones warm up),
-and of the runs the fastest. Times depend on the machine; their ratios are what is compared.
+and of the runs the fastest. Times depend on the machine; their ratios are what is compared. On a
+machine that is not idle, --processor-time counts what all processes of a side take of the
+processors: the difference of a long and a short run, over the steps that one has more.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import argparse
 import json
 import os
 import random
+import resource
 import statistics
 import string
 import subprocess
@@ -107,7 +110,22 @@ def one_run(side: str, case: dict[str, Any], folder: Path, args: argparse.Namesp
             sides = str(ROOT / "benchmarks/trl_sides.py")
             out = run([args.trl_python, sides, side, str(folder / "case.json")])
             seconds = json.loads(out.splitlines()[-1])
-    return statistics.median(seconds[WARM_UP:])
+    return statistics.median(seconds[WARM_UP:] or seconds)
+
+
+def processor_time(
+    side: str, case: dict[str, Any], folder: Path, args: argparse.Namespace
+) -> float:
+    """Run one side twice; returns the processor seconds of a step, of all its processes."""
+    spent = []
+    for steps in (WARM_UP, case["steps"]):
+        shorter = {**case, "steps": steps}
+        (folder / "case.json").write_text(json.dumps(shorter))
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        one_run(side, shorter, folder, args)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        spent.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    return (spent[1] - spent[0]) / (case["steps"] - WARM_UP)
 
 
 def main() -> None:
@@ -120,6 +138,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--new-tokens", type=int, default=5)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--processor-time", action="store_true")
     parser.add_argument("--json", type=Path)
     parser.add_argument("flags", nargs="*", help="more flags of ours, after --")
     args = parser.parse_args()
@@ -133,10 +152,11 @@ def main() -> None:
             new_tokens=args.new_tokens,
             steps=args.steps,
         )
+        measure = processor_time if args.processor_time else one_run
         fastest = dict.fromkeys(args.sides, float("inf"))
         for _ in range(args.rounds):
             for side in args.sides:
-                seconds = one_run(side, case, folder, args)
+                seconds = measure(side, case, folder, args)
                 print(f"{NAMES[side]:<12} {seconds:7.3f} s a step", file=sys.stderr, flush=True)
                 fastest[side] = min(fastest[side], seconds)
     print(

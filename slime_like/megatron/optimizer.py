@@ -306,8 +306,14 @@ def _optimizer_parameters(
 
 
 def max_abs(values: Sequence[Tensor]) -> float:
-    """The largest absolute value; NaN if there is a NaN, 0 for no tensors."""
-    tensors = [t.detach() for t in values if t.numel() and t.is_floating_point()]
-    if not tensors:
-        return 0.0
-    return float(torch.stack([n.double() for n in torch._foreach_norm(tensors, math.inf)]).max())
+    """The largest absolute value; NaN if there is a NaN, 0 for no tensors. They may be on several
+    devices: torch's Adam has its step counts on the host."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for tensor in values:
+        if tensor.numel() and tensor.is_floating_point():
+            by_device.setdefault(tensor.device, []).append(tensor.detach())
+    largest = [0.0]
+    for tensors in by_device.values():
+        norms = [norm.double() for norm in torch._foreach_norm(tensors, math.inf)]
+        largest.append(float(torch.stack(norms).max()))
+    return float(torch.tensor(largest, dtype=torch.float64).max())  # unlike max(), keeps a NaN

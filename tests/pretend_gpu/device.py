@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from tests.pretend_gpu import flash
@@ -42,10 +43,39 @@ def install() -> None:
     _install_storages()
     _install_nccl()
     _install_attention()
+    _install_operators()
     if os.environ.get("PRETEND_CUDA_WAITS"):
         from tests.pretend_gpu.waits import count_for_file
 
         count_for_file()
+
+
+_operators = torch.library.Library("aten", "IMPL")
+
+
+def _install_operators() -> None:
+    """Operators that only CUDA has, or has for more dtypes, and that transformers calls."""
+    _operators.impl("histc", _histc, "CUDA")
+    _operators.impl("_conv_depthwise2d", _conv_depthwise2d, "CUDA")
+
+
+def _histc(values: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Tensor:
+    return torch.histc(values.cpu().double(), bins, min, max).to(values.device, values.dtype)
+
+
+def _conv_depthwise2d(
+    x: Tensor,
+    weight: Tensor,
+    kernel_size: Any,
+    bias: Tensor | None,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+) -> Tensor:
+    bias = None if bias is None else bias.cpu()
+    groups = x.size(1)
+    found = torch.conv2d(x.cpu(), weight.cpu(), bias, stride, padding, dilation, groups)
+    return found.to(x.device)
 
 
 def _index(device: Any) -> int:

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from scripts.make_tiny_model import make_tiny_model
+from slime_like.cli.tiny_model import make_model, make_tokenizer
 from tests.e2e.helpers import Workspace, rows_of, same_numbers, weights_of
 from tests.e2e.nodes import python_with_servers
 from tests.e2e.programs import ENVIRONMENT, ROOT, TrainServer
@@ -36,6 +38,16 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
     "PP2, reference on the host": (2, MIXED | PIPELINE),
     "TP2, async": (2, MIXED | TENSOR | dict(async_rollout="")),
     "DP2, overlapped": (2, MIXED | dict(overlap_grad_reduce="", overlap_param_gather="", distributed_backend="nccl")),
+}  # fmt: skip
+FOUR_LAYERS = "Qwen3 of four layers"
+# architecture of a tiny model, ranks, flags
+FAMILIES: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "experts, EP2": ("Qwen3MoeForCausalLM", 2, MIXED | dict(expert_model_parallel_size=2, moe_aux_loss_coeff=0.01)),
+    "latent attention, PP2": ("DeepseekV3ForCausalLM", 2, MIXED | PIPELINE | dict(decoder_last_pipeline_num_layers=1)),
+    "PP2 VP2": (FOUR_LAYERS, 2, MIXED | PIPELINE | dict(num_virtual_stages_per_pipeline_rank=2)),
+    "delta nets, prediction, CP2": ("Qwen3NextForCausalLM", 2, MIXED | dict(context_parallel_size=2, mtp_num_layers=1, mtp_loss_scaling_factor=0.1)),
+    "sparse attention": ("GlmMoeDsaForCausalLM", 1, MIXED),
+    "Kimi delta attention": ("KimiLinearForCausalLM", 1, MIXED),
 }  # fmt: skip
 
 
@@ -65,6 +77,27 @@ def test_train(name: str, server: TrainServer, work: Workspace, tmp_path: Path) 
     server.train(words, tmp_path / "log", ranks=ranks).ok()
     check(tmp_path, 2)
     assert all(tensor.isfinite().all() for tensor in weights_of(tmp_path / "hf").values())
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_train_other_layers(
+    name: str, server: TrainServer, work: Workspace, tmp_path: Path
+) -> None:
+    architecture, ranks, flags = FAMILIES[name]
+    if architecture == FOUR_LAYERS:
+        tokenizer = make_tokenizer()
+        model = make_model(tokenizer, hidden_size=32, num_layers=4, seed=1)
+        model.save_pretrained(tmp_path / "model")
+        tokenizer.save_pretrained(tmp_path / "model")
+    else:
+        make_tiny_model(architecture, tmp_path / "model")
+    out = tmp_path / "out"
+    words = work.flags(out, hf_checkpoint=tmp_path / "model", save_hf=out / "hf", **flags)
+    server.train([*words, "--max-train-rollout-diff", "1"], tmp_path / "log", ranks=ranks).ok()
+    check(out, 2)
+    before, after = (weights_of(folder) for folder in (tmp_path / "model", out / "hf"))
+    assert before.keys() == after.keys()
+    assert all(tensor.isfinite().all() for tensor in after.values())
 
 
 def test_a_run_on_the_cpu_is_the_same_in_float32(
@@ -179,6 +212,8 @@ def test_models_of_the_tinker_server_take_over_each_others_slots(
                 model.optim_step(types.AdamParams(learning_rate=1e-2)).result()
         assert losses[0] == losses[1] == losses[2]
         assert len(set(losses[0])) == 3
+        # which looks for NaN in moments, on the device, and in step counts, on the host
+        assert models[0].save_state("end").result().path
 
 
 def test_preflight_predicts_the_device(

@@ -29,7 +29,8 @@ STEP = "optimizer step"
 MICRO_BATCHES = 4  # of each rank in each pass
 NEXT = "Qwen3NextForCausalLM"
 # name of a row: ranks, model, flags, (English, Chinese)
-CELLS: dict[str, tuple[int, str, str, tuple[str, str]]] = {
+Cell = tuple[int, str, str, tuple[str, str]]
+CELLS: dict[str, Cell] = {
     "dense": (1, "dense", "", ("dense", "稠密模型")),
     "data parallel": (2, "dense", "", ("dense, DP 2", "稠密模型，DP 2")),
     "tensor parallel": (
@@ -77,10 +78,13 @@ CELLS: dict[str, tuple[int, str, str, tuple[str, str]]] = {
 Rows = dict[str, list[list[Any]]]  # by cell: [phase, kind, operator, where, caller, count]
 
 
-def measure(folder: Path, environment: dict[str, str]) -> Rows:
-    """The most of any rank."""
+def measure(
+    folder: Path, environment: dict[str, str], cells: dict[str, Cell] | None = None
+) -> Rows:
+    """The most of any rank. cells: None for all."""
+    cells = CELLS if cells is None else cells
     models = {}
-    for _, model, _, _ in CELLS.values():
+    for _, model, _, _ in cells.values():
         models[model] = folder / model
         if not models[model].exists():
             make = MODELS.get(model)
@@ -92,9 +96,11 @@ def measure(folder: Path, environment: dict[str, str]) -> Rows:
     for ranks in (1, 2):
         chosen = {
             name: (str(models[model]), f"--micro-batch-size {_size(name)} {flags}")
-            for name, (needed, model, flags, _) in CELLS.items()
+            for name, (needed, model, flags, _) in cells.items()
             if needed == ranks
         }
+        if not chosen:
+            continue
         results = run_ranks(
             "tests.pretend_gpu.waits_worker:count", ranks, folder / str(ranks),
             {"cells": chosen}, 300, environment=environment,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from benchmarks.parity.cells import sizes_of
 from benchmarks.parity.steps import parallel, settings, share, train_samples
 from slime_like.megatron.backend import MegatronBackend
+from slime_like.types import TrainBatch
 from tests.pretend_gpu.waits import WAITS, Wait
 from tests.pretend_gpu.waits_budget import FORWARD, STEP, TRAINING
 
@@ -28,7 +30,12 @@ def count(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str, li
             samples = share(train_samples(2), layout)
             WAITS.start()
             with WAITS.phase(FORWARD):
-                built.forward(samples.samples)
+                scored = built.forward(samples.samples)
+            if scored[0].routed_experts is not None:  # to be replayed
+                pairs = zip(samples.samples, scored, strict=True)
+                samples = TrainBatch(
+                    tuple(replace(s, routed_experts=o.routed_experts) for s, o in pairs)
+                )
             with WAITS.phase(TRAINING):
                 pending = built.forward_backward(samples)
             with WAITS.phase(STEP):

@@ -151,6 +151,8 @@ def _states(built: MegatronBackend, cell: Cell, out: Path) -> dict[str, bool]:
     saver = CheckpointSaver(out, SavePolicy())
     save_state(built, saver, 1, {"data": None}, with_optimizer=True, with_rng=True)
     again = _build(cell, built.layout)
+    again.trained.allocate_moments()  # as a checkpoint before the first step does
+    found["starts finite"] = not again.trained.has_non_finite()
     folder = checkpoint_folder(out, 1)
     load_state(again, folder, with_optimizer=True, with_rng=True, verify=True)
     found["resumes"] = _step(built, STEPS + 1) == _step(again, STEPS + 1)
