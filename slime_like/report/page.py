@@ -23,6 +23,7 @@ MAX_SAMPLES = 10_000
 SCRIPTS = ("uPlot.iife.min.js", "core.js", "charts.js", "pages.js", "rollouts.js", "main.js")
 STYLES = ("uPlot.min.css", "style.css")
 DETAILS_PER_BLOCK = 250  # samples that the page decompresses together
+IMAGES_PER_BLOCK = 50  # small pictures, of which a block is read when one of them is shown
 
 
 RECORD = (
@@ -71,6 +72,7 @@ def samples_head(samples: Samples) -> dict[str, object]:
         "left_out": samples.left_out,
         "problems": samples.problems,
         "per_block": DETAILS_PER_BLOCK,
+        "images_per_block": IMAGES_PER_BLOCK,
     }
 
 
@@ -79,6 +81,16 @@ def details_blocks(samples: Samples) -> dict[str, object]:
     size = DETAILS_PER_BLOCK
     count = -(-len(samples.details) // size)
     return {f"details-{i}": samples.details[i * size : (i + 1) * size] for i in range(count)}
+
+
+def image_blocks(samples: Samples) -> dict[str, object]:
+    """Small pictures by block name."""
+    urls = samples.thumbnails.urls
+    starts = range(0, len(urls), IMAGES_PER_BLOCK)
+    return {
+        f"images-{start // IMAGES_PER_BLOCK}": urls[start : start + IMAGES_PER_BLOCK]
+        for start in starts
+    }
 
 
 def data_blocks(blocks: Mapping[str, object]) -> str:
@@ -121,7 +133,7 @@ def page(runs: Sequence[Run], samples: Samples, *, live: bool = False) -> str:
             data_blocks(head),
             f"<!-- uPlot: {html.escape(asset('uPlot.LICENSE')).replace('--', '- -')} -->",
             *(f"<script>{asset(name)}</script>" for name in SCRIPTS),
-            data_blocks(details_blocks(samples)),
+            data_blocks(details_blocks(samples) | image_blocks(samples)),
             "</body>\n</html>\n",
         ]
     )

@@ -17,7 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from slime_like.images.recorded import IMAGES, image_path
 from slime_like.metrics.logger import FILE_NAME as METRICS_FILE
+from slime_like.report.images import Thumbnails
 from slime_like.report.read import Run, rounded
 
 FORMAT = b'"format": "slime_like rollout 1"'  # near the start of a recording
@@ -45,11 +47,12 @@ class Samples:
     vocabularies: list[dict[str, str]] = field(default_factory=list)  # by run and token
     left_out: int = 0  # number of samples beyond the limit
     problems: list[str] = field(default_factory=list)
+    thumbnails: Thumbnails = field(default_factory=Thumbnails)
 
 
 COLUMNS = (
     "run", "rollout", "group", "id", "reward", "status", "length", "prompt", "response", "label",
-    "meta", "advantage",
+    "meta", "advantage", "images",
 )  # fmt: skip
 
 
@@ -112,10 +115,16 @@ def read_samples(runs: Sequence[Run], limit: int) -> Samples:
                 if len(result.details) >= limit:
                     result.left_out += 1
                     continue
-                _add(result, prompts, index, rollout, row, tensors, str(row["sample_id"]))
+                images = _images(result, path, row)
+                name = str(row["sample_id"])
+                _add(result, prompts, index, rollout, row, tensors, name, images)
                 for i, branch in enumerate(row.get("branches") or ()):
                     name = f"{row['sample_id']}.{i}"
-                    _add(result, prompts, index, rollout, {**row, **branch}, tensors, name)
+                    images = _images(result, path, branch)
+                    both = {**row, **branch}
+                    _add(result, prompts, index, rollout, both, tensors, name, images)
+    if result.thumbnails.left_out:
+        result.problems.append(f"{result.thumbnails.left_out} images are not shown")
     result.prompts = list(prompts)
     return result
 
@@ -128,8 +137,10 @@ def _add(
     row: Mapping[str, Any],
     tensors: Mapping[str, np.ndarray],
     name: str,
+    images: list[int | None] | None,
 ) -> None:
-    """Add one sample or branch. name: of the sample, or of a branch of its episode."""
+    """Add one sample or branch. name: of the sample, or of a branch of its episode. images: places
+    in `Samples.thumbnails`."""
     details = _details(name, int(row["response_length"]), tensors)
     reward = row.get("reward")
     if isinstance(reward, int | float) and math.isfinite(reward):
@@ -150,10 +161,18 @@ def _add(
         _text(row.get("label")),
         _text(row.get("metadata") or None),
         advantage if isinstance(advantage, int | float) else None,
+        images,
     )
     for column, value in zip(COLUMNS, values):
         result.columns[column].append(value)
     result.details.append(details)
+
+
+def _images(result: Samples, recording: Path, row: Mapping[str, Any]) -> list[int | None] | None:
+    """Places of a row's images in `Samples.thumbnails`; None without images."""
+    folder = recording.parent / IMAGES
+    digests = [d for d in row.get("images") or () if isinstance(d, str) and d.isalnum()]
+    return [result.thumbnails.place(image_path(folder, d)) for d in digests] or None
 
 
 def _text(value: object) -> str | None:

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from slime_like.checked_json import HIGHEST_LOG_PROB, LOWEST_LOG_PROB
 from slime_like.images.encoded import EncodedImage
+from slime_like.images.recorded import IMAGES, image_path
 from slime_like.samples.episodes import complete
 from slime_like.samples.groups import SampleGroup, flatten
 from slime_like.text import clean, shown
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 
 
 FORMAT = "slime_like rollout 1"
-IMAGES = "images"  # folder beside a recording
 _DAMAGED = (AttributeError, KeyError, TypeError, ValueError, RecursionError)
 _MAX_ID = 2**62
 _DIGEST = re.compile("[0-9a-f]{64}")
@@ -119,11 +119,6 @@ def _write_images(folder: Path, samples: Sequence[Sample]) -> None:
         if not path.is_file():
             folder.mkdir(exist_ok=True)
             _write(path, image.data)
-
-
-def image_path(folder: Path, digest: str) -> Path:
-    """The file of an image; its name tells no format, since its content does."""
-    return folder / f"{digest}.image"
 
 
 def _read_image(folder: Path, digest: str) -> EncodedImage:

@@ -4,6 +4,7 @@
 const ROW_HEIGHT = 52;
 let samples = null;
 const blocks = new Map();
+const pictures = new Map(); // read blocks of them
 const list = { order: [], sort: "newest", search: "", run: "", rollout: "", status: "", selected: -1, colour: "advantage" };
 const SORTS = {
   newest: ["newest first", (c) => (a, b) => c.rollout[b] - c.rollout[a] || c.group[a] - c.group[b] || a - b],
@@ -55,6 +56,16 @@ function detailsOf(i) {
     blocks.set(block, dataOf("details-" + block));
   }
   return blocks.get(block)[i % samples.per_block];
+}
+
+/** The sample's pictures; a block of them is read when one is shown. */
+function picturesOf(places) {
+  return el("div", { class: "pictures" }, places.map((place, k) => {
+    const name = `Image ${k + 1} of ${places.length}`, block = "images-" + Math.floor(place / samples.images_per_block);
+    if (place !== null && !pictures.has(block) && document.getElementById("data-" + block)) pictures.set(block, dataOf(block));
+    const url = place === null ? null : (pictures.get(block) || [])[place % samples.images_per_block];
+    return url ? el("img", { src: url, alt: name, title: name, loading: "lazy" }) : el("span", { class: "muted", text: name + " is not shown" });
+  }));
 }
 
 function bytesOf(text) {
@@ -177,7 +188,7 @@ function sampleDetail(i, again, open) {
   const colour = known.includes(list.colour) ? list.colour : known[0];
   const picker = el("select", { id: "colour", onchange: () => { list.colour = picker.value; again(); document.getElementById("colour").focus(); } }, known.map((name) => el("option", { value: name, text: COLOURS[name][0], selected: name === colour })));
   const group = groupOf(i);
-  const parts = [el("h2", { text: facts }), el("h3", { text: "Prompt" }), el("pre", { tabindex: 0, "aria-label": "Prompt", text: samples.prompts[c.prompt[i]] }), el("div", { class: "controls" }, el("h3", { text: "Response" }), labelled("Tokens coloured by", picker), legendOf(details, colour, length)),
+  const parts = [el("h2", { text: facts }), el("h3", { text: "Prompt" }), c.images[i] ? picturesOf(c.images[i]) : null, el("pre", { tabindex: 0, "aria-label": "Prompt", text: samples.prompts[c.prompt[i]] }), el("div", { class: "controls" }, el("h3", { text: "Response" }), labelled("Tokens coloured by", picker), legendOf(details, colour, length)),
     tokensOf(c.run[i], details, colour, length, c.response[i])];
   if (details.tokens) parts.push(el("details", {}, el("summary", { text: "The response as text" }), el("pre", { tabindex: 0, "aria-label": "Response as text", text: c.response[i] })));
   if (c.label[i] !== null) parts.push(el("h3", { text: "Label" }), el("pre", { tabindex: 0, "aria-label": "Label", text: c.label[i] }));
@@ -186,7 +197,7 @@ function sampleDetail(i, again, open) {
     el("tbody", {}, group.map((k) => el("tr", {}, el("th", { scope: "row" }, k === i ? String(c.id[k]) + " (this)" : el("a", { href: `#rollouts/${c.run[k]}/${c.id[k]}`, text: String(c.id[k]), onclick: (event) => { event.preventDefault(); open(k); } })),
       el("td", { text: number(c.reward[k]) }), el("td", { text: number(c.advantage[k]) }), el("td", { text: String(c.length[k]) }), el("td", { text: c.status[k] }), el("td", { text: c.response[k].slice(0, 80) })))))));
   parts.push(tokenTable(c.run[i], details, length));
-  return parts;
+  return parts.filter(Boolean);
 }
 
 function pretty(text) {
