@@ -153,7 +153,7 @@ class AgentGenerate(CustomGenerate):
     ) -> LiveEpisode:
         engine = PausableEngine(model.engine, model.tokenizer, self._slot(), changed)
         engine.allow(limit)
-        pausable = Model(engine, model.tokenizer, model.sampling, model.seed_of)
+        pausable = Model(engine, model.tokenizer, model.sampling, model.seed_of, model.processor)
         sessions: list[Session] = []
 
         async def play() -> Sample:

@@ -95,6 +95,18 @@ def decode(image: EncodedImage, limits: ImageLimits) -> Image:
     return _within(limits.decode_s, lambda: _decode(image.data, limits))
 
 
+def as_image(value: object) -> EncodedImage:
+    """An image of a user's function: a file's bytes or path, or an image of PIL. Raises
+    ImageProblem."""
+    if isinstance(value, EncodedImage):
+        return value
+    if isinstance(value, bytes):
+        return EncodedImage(value)
+    if isinstance(value, str | Path):
+        return read_image(Path(value), DEFAULT_LIMITS)
+    return encode(value)  # type: ignore[arg-type]
+
+
 def upright(image: EncodedImage, limits: ImageLimits) -> EncodedImage:
     """The image itself, or a new file of its RGB pixels if it has an orientation or transparent
     pixels."""

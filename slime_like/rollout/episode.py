@@ -33,6 +33,8 @@ from slime_like.engines.base import (
     SamplingParams,
 )
 from slime_like.images.encoded import EncodedImage
+from slime_like.images.files import as_image
+from slime_like.images.processor import ImageProcessor
 from slime_like.rewards.limit import to_reward
 from slime_like.samples.routed_experts import join_routed_experts, pad_routed_experts
 from slime_like.samples.sampling_mask import empty_sampling_mask, pad_sampling_mask
@@ -85,6 +87,7 @@ class Episode:
     routed_experts: Tensor | None = None
     # of prompt and observations, in the order of their placeholders
     images: list[EncodedImage] = field(default_factory=list)
+    processor: ImageProcessor | None = None  # of a run with images
     reward: float | None = None
     last: FinishReason | None = None  # finish reason of the last turn
     failure: str | None = None
@@ -94,17 +97,60 @@ class Episode:
         """Number of tokens that can still be added."""
         return self.limit - len(self.tokens)
 
-    def observe(self, text: str | Sequence[int]) -> bool:
-        """Append an environment observation, as text or token ids; it is masked out of the loss. An
-        observation that exceeds the limit is truncated and ends the episode. Returns whether there
-        is room for more."""
-        tokens = self.encode(text) if isinstance(text, str) else list(text)
+    def observe(self, text: str | Sequence[int], images: Sequence[object] = ()) -> bool:
+        """Append an environment observation; it is masked out of the loss. An observation that
+        exceeds the limit is truncated, before an image that does not fit, and ends the episode.
+
+        Args:
+            text: As text, or token ids.
+            images: Its images, with a placeholder of the model for each in the text: images of PIL,
+                bytes or paths of files.
+
+        Returns:
+            Whether there is room for more.
+
+        Raises:
+            ObservationProblem: The text has not one placeholder for each image.
+        """
+        shown = [as_image(image) for image in images]
+        if isinstance(text, str):
+            tokens = self.encode(text if self.processor is None else self.processor.written(text))
+        else:
+            tokens = list(text)
         fits = tokens[: self.room]
+        if self.processor is not None:
+            fits = self._with_images(tokens, shown, self.processor)
+        elif shown:
+            raise ObservationProblem("an observation has images, which need --multimodal-keys")
         self.tokens += fits
         self.loss_mask += [False] * len(fits)
         self.log_probs += [0.0] * len(fits)
         self.weight_versions += [NOT_SAMPLED] * len(fits)
         return self.room > 0
+
+    def _with_images(
+        self, tokens: Sequence[int], images: Sequence[EncodedImage], processor: ImageProcessor
+    ) -> list[int]:
+        """The ids of an observation with all placeholders of its images, as far as they fit; adds
+        these images."""
+        placeholder = processor.rule.image_token
+        if list(tokens).count(placeholder) != len(images):
+            raise ObservationProblem(
+                f"an observation has {list(tokens).count(placeholder)} placeholders "
+                f"{processor.image_text} and {len(images)} images"
+            )
+        counts = processor.token_counts(images)
+        fits: list[int] = []
+        remaining = iter(zip(images, counts))
+        for token in tokens:
+            image, count = next(remaining) if token == placeholder else (None, 1)
+            if len(fits) + count > self.room:
+                self.limit = len(self.tokens) + len(fits)  # nothing may follow
+                break
+            fits += [token] * count
+            if image is not None:
+                self.images.append(image)
+        return fits
 
     def append(self, output: GenerateOutput) -> None:
         """Append model output."""
@@ -124,9 +170,13 @@ class Episode:
         self.failure = output.failure
 
 
+class ObservationProblem(RuntimeError):
+    """An observation that cannot be appended; fails the sample."""
+
+
 class Model:
     """The rollout engine as seen by user functions. sampling: parameters of the run, or of an
-    evaluation set."""
+    evaluation set. processor: of a run with images."""
 
     def __init__(
         self,
@@ -134,11 +184,13 @@ class Model:
         tokenizer: PreTrainedTokenizerBase,
         sampling: SamplingParams,
         seed_of: SeedOf,
+        processor: ImageProcessor | None = None,
     ) -> None:
         self.engine = engine
         self.tokenizer = tokenizer
         self.sampling = sampling
         self.seed_of = seed_of
+        self.processor = processor
 
     async def write(
         self,
@@ -279,7 +331,7 @@ def play_episode(function: Callable[[Model, Episode], Awaitable[None]]) -> Respo
     """Adapt ``function(model, episode)`` to `Respond`, for `CustomGenerate`."""
 
     async def respond(sample: Sample, model: Model, evaluation: bool) -> Sample:
-        episode = episode_of(sample, model.sampling, model.tokenizer, evaluation=evaluation)
+        episode = episode_of(sample, model, evaluation=evaluation)
         with contextlib.suppress(Aborted):
             await function(model, episode)
         return sample_of(episode, sample, model)
@@ -302,14 +354,9 @@ def _raised_here(error: Exception) -> bool:
     return trace is not None and Path(trace.tb_frame.f_code.co_filename).is_relative_to(PACKAGE)
 
 
-def episode_of(
-    sample: Sample,
-    sampling: SamplingParams,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    evaluation: bool,
-) -> Episode:
+def episode_of(sample: Sample, model: Model, *, evaluation: bool) -> Episode:
     """A new episode for a sample."""
+    tokenizer = model.tokenizer
     assert sample.response_length == 0, sample.sample_id
     return Episode(
         sample_id=sample.sample_id,
@@ -317,10 +364,11 @@ def episode_of(
         prompt_tokens=tuple(sample.tokens.tolist()),
         label=sample.label,
         metadata=dict(sample.metadata),
-        limit=sampling.max_new_tokens,
+        limit=model.sampling.max_new_tokens,
         encode=lambda text: tokenizer(text, add_special_tokens=False)["input_ids"],
         evaluation=evaluation,
         images=list(sample.images),
+        processor=model.processor,
     )
 
 

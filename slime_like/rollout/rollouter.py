@@ -28,6 +28,7 @@ from slime_like.engines.base import (
     SamplingParams,
     num_generating_ranks,
 )
+from slime_like.images.processor import ImageProcessor
 from slime_like.rewards.grader import Grader
 from slime_like.rollout.episode import CustomGenerate, Model, SampleHook
 from slime_like.samples.episodes import complete
@@ -95,6 +96,7 @@ class Rollouter:
         custom_generate: CustomGenerate | None = None,
         sample_hook: SampleHook | None = None,
         sample_buffer_size: int = BUFFER_SIZE,
+        image_processor: ImageProcessor | None = None,
     ) -> None:
         self.engine = engine
         self.grader = grader
@@ -104,6 +106,7 @@ class Rollouter:
         self.sample_hook = sample_hook
         self.rollout_id: int | None = None  # current rollout, for user functions
         self.sample_buffer_size = sample_buffer_size
+        self.image_processor = image_processor
         # group of its collectives; None: the default group, which the training thread uses
         self.group: dist.ProcessGroup | None = None
 
@@ -212,7 +215,7 @@ class Rollouter:
         """Generate on this rank's engine. Requests with equal limits are batched."""
         if self.custom_generate is not None and samples:
             seed_of = bind(self.seed_of, purpose)
-            model = Model(self.engine, self.tokenizer, sampling, seed_of)
+            model = Model(self.engine, self.tokenizer, sampling, seed_of, self.image_processor)
             return self.custom_generate.run(
                 samples, model, evaluation=purpose != "train", limit=limit
             )

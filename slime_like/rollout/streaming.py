@@ -165,7 +165,8 @@ class Responder:
 
     def model(self, sampling: SamplingParams) -> Model:
         """The model handle for a custom generate function."""
-        return Model(self, self.rollouter.tokenizer, sampling, self.seed_of)
+        rollouter = self.rollouter
+        return Model(self, rollouter.tokenizer, sampling, self.seed_of, rollouter.image_processor)
 
     async def generate_one(
         self, request: GenerateRequest, sampling: SamplingParams

@@ -184,6 +184,7 @@ def make_rollouter(
         custom_generate=custom,
         sample_hook=sample_hook(config),
         sample_buffer_size=config.rollout.sample_buffer_size,
+        image_processor=image_processor,
     )
 
 

@@ -169,6 +169,39 @@ def test_conversations_with_pictures_in_later_turns(
     assert rows[-1]["train/loss"] < rows[0]["train/loss"] - 0.5
 
 
+PLAY = """
+import io
+from PIL import Image
+
+async def play(model, episode):
+    before = len(episode.images)
+    while (await model.write(episode, max_new_tokens=3)).finish_reason != "abort":
+        colour = ("red", "blue")[episode.sample_id % 2]
+        picture = Image.new("RGB", (16, 16), colour)
+        written = "<|user|><|vision_start|><|image_pad|><|vision_end|>?<|assistant|>"
+        if not episode.observe(written, images=[picture]):
+            break
+    episode.metadata["seen"] = len(episode.images) - before
+"""
+
+
+def test_observations_may_be_pictures(
+    server: TrainServer, work: Workspace, seeing: dict[str, Any], tmp_path: Path
+) -> None:
+    """An environment's pictures come after those of the prompt, and the trainer sees what the
+    engine saw; a picture that does not fit ends the episode."""
+    (tmp_path / "play.py").write_text(PLAY)
+    play = {"custom_generate_function_path": f"{tmp_path}/play.py:play"}
+    run(server, work, tmp_path / "out", **{**seeing, **play}, rollout_max_response_len=30)
+    rows = rows_of(tmp_path / "out")
+    assert max(r["rollout/train_rollout_log_prob_diff_mean"] for r in rows) < COMPUTED_ALIKE
+    groups = load_rollout(str(tmp_path / "out" / "rollout_{rollout_id}"), 0)
+    samples = [sample for group in groups for sample in group.samples]
+    assert {sample.metadata["seen"] for sample in samples} <= {1, 2}
+    assert all(len(s.images) >= s.metadata["seen"] for s in samples)
+    assert max(len(s.images) for s in samples) > 2
+
+
 def test_one_error_names_the_row_of_a_bad_picture(
     server: TrainServer, work: Workspace, seeing: dict[str, Any], tmp_path: Path
 ) -> None:
