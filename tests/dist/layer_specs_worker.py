@@ -50,6 +50,7 @@ def build(folder: str, flags: str, layout: ParallelLayout, layers: str) -> Megat
     config = dataclasses.replace(
         config, model=dataclasses.replace(config.model, transformer_impl=layers)
     )
+    config.megatron.transformer.transformer_impl = layers
     config.megatron.transformer.moe_grouped_gemm = layers == "transformer_engine"
     return MegatronBackend(config, layout, total_steps=8)
 

@@ -44,17 +44,22 @@ def _parameter(*shape: int, dtype: torch.dtype, init: Any = nn.init.ones_) -> nn
 
 
 class RMSNorm(nn.Module):
-    """The mark on a parameter has its gradient summed over tensor-parallel ranks."""
+    """The mark on a parameter has its gradient summed over tensor-parallel ranks. megatron-core
+    says `normalized_shape` since 0.19, `hidden_size` before."""
 
     def __init__(
         self,
-        hidden_size: int,
-        eps: float,
+        normalized_shape: int | None = None,
+        eps: float = 1e-5,
+        *,
         params_dtype: torch.dtype,
         sequence_parallel: bool = False,
+        hidden_size: int | None = None,
         **others: Any,
     ) -> None:
         super().__init__()
+        hidden_size = normalized_shape or hidden_size
+        assert hidden_size is not None
         self.eps = eps
         self.weight = _parameter(hidden_size, dtype=params_dtype)
         self.weight.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
@@ -66,14 +71,14 @@ class RMSNorm(nn.Module):
 class LayerNorm(RMSNorm):
     def __init__(
         self,
-        hidden_size: int,
-        eps: float,
+        *sizes: Any,
         params_dtype: torch.dtype,
         sequence_parallel: bool = False,
         **others: Any,
     ) -> None:
-        super().__init__(hidden_size, eps, params_dtype, sequence_parallel)
-        self.bias = _parameter(hidden_size, dtype=params_dtype, init=nn.init.zeros_)
+        own = {"params_dtype": params_dtype, "sequence_parallel": sequence_parallel}
+        super().__init__(*sizes, **own, **others)
+        self.bias = _parameter(len(self.weight), dtype=params_dtype, init=nn.init.zeros_)
         self.bias.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, rows: Tensor) -> Tensor:
@@ -217,7 +222,10 @@ def install() -> None:
         "transformer_engine.pytorch", **{layer.__name__: layer for layer in layers}
     )
     package.pytorch.fp8 = _module(
-        "transformer_engine.pytorch.fp8", FP8GlobalStateManager=_Unused, fp8_autocast=_Unused
+        "transformer_engine.pytorch.fp8",
+        FP8GlobalStateManager=_Unused,
+        fp8_autocast=_Unused,
+        fp8_model_init=_Unused,
     )
     unused = {name: _Unused for name in ("CudaRNGStatesTracker", "activation_recompute_forward")}
     package.pytorch.distributed = _module("transformer_engine.pytorch.distributed", **unused)
