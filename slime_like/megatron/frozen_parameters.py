@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from megatron.core.transformer.module import MegatronModule
 
 
+_NUMBER = re.compile(r"(?<=^decoder\.layers\.)\d+")
+
+
 @dataclass(frozen=True, slots=True)
 class FrozenParameters:
     """Regular expressions, searched in parameter names."""
@@ -47,10 +50,10 @@ class FrozenParameters:
 
     def apply(
         self, chunks: Sequence[MegatronModule], config: TransformerConfig, layout: ParallelLayout
-    ) -> None:
-        """Freeze parameters of these chunks. Collective. Raises ValueError naming the flag, for a
-        pattern that matches no parameter of the model, or a pipeline stage without any trained
-        parameter."""
+    ) -> bool:
+        """Freeze parameters of these chunks. Collective. Returns whether something is trained in
+        some layers and frozen in others. Raises ValueError naming the flag, for a pattern that
+        matches no parameter of the model, or a pipeline stage without any trained parameter."""
         parameters = list(self._named(chunks))
         names = set(itertools.chain(*gather([name for name, _ in parameters])))
         for pattern in self.patterns:
@@ -65,6 +68,8 @@ class FrozenParameters:
                 f"{self.flag}: leaves a pipeline stage without a trained parameter; use other "
                 "patterns, or fewer stages"
             )
+        trained = {(_NUMBER.sub("", name), self.trains(name)) for name in names}
+        return any((name, not trains) in trained for name, trains in trained)
 
     def freeze(
         self, chunks: Sequence[MegatronModule], config: TransformerConfig, layout: ParallelLayout

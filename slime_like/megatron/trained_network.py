@@ -73,6 +73,8 @@ class TrainedNetwork(Network):
     a step are split over calls.
     """
 
+    layers_differ = False  # see `SavedNetwork`
+
     def __init__(
         self,
         transformer: TransformerConfig,
@@ -94,7 +96,7 @@ class TrainedNetwork(Network):
         """
         super().__init__(transformer, gpt, transformer_impl, layout, value_head=value_head)
         if frozen is not None:
-            frozen.apply(self.chunks, self.config, layout)
+            self.layers_differ = frozen.apply(self.chunks, self.config, layout)
         self._set_up_training(
             self.modules, ddp=ddp, optimizer=optimizer, schedule=schedule, total_steps=total_steps
         )
@@ -146,6 +148,7 @@ class TrainedNetwork(Network):
             self.optimizer if with_optimizer else None,
             self.scheduler if with_schedule else None,
             self.layout,
+            layers_differ=self.layers_differ,
         )
 
     @with_layout_active

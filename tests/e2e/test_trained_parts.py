@@ -68,6 +68,24 @@ def test_what_the_patterns_leave_is_trained_and_nothing_else(
     assert expected and found == expected, (found - expected, expected - found)
 
 
+@pytest.mark.parametrize("more", [{}, {"use_distributed_optimizer": "", "bf16": ""}])
+def test_a_layer_that_is_frozen_and_a_run_in_parts(
+    server: TrainServer, work: Workspace, tmp_path: Path, more: dict[str, str]
+) -> None:
+    """Layers that are all alike are one tensor in a checkpoint, and the optimizer has state of some
+    of them only."""
+    flags = {"only_train_params_name_list": r"layers\.1\..*mlp", "weight_decay": 0.1, **more}
+    whole, root = tmp_path / "whole", tmp_path / "checkpoints"
+    argv = work.flags(whole, **flags, save_hf=whole / "hf")
+    server.train(argv, tmp_path / "log").ok()
+    for rollouts in (1, 2):
+        out = tmp_path / f"part_{rollouts}"
+        own = {"save": root, "load": root, "num_rollout": rollouts, "save_hf": out / "hf"}
+        server.train(work.flags(out, **flags, **own), tmp_path / f"log_{rollouts}").ok()
+    expected, found = weights_of(whole / "hf"), weights_of(out / "hf")
+    assert [name for name in expected if not torch.equal(expected[name], found[name])] == []
+
+
 def test_patterns_that_match_nothing(server: TrainServer, work: Workspace, tmp_path: Path) -> None:
     more = {"freeze_params_name_list": "embedding linear_qvk"}
     error = server.train(work.flags(tmp_path / "out", **more), tmp_path / "log").error()

@@ -60,6 +60,7 @@ class SavedNetwork:
     optimizer: MegatronOptimizer | None  # None to leave it out
     scheduler: OptimizerParamScheduler | None  # None for a network without one
     layout: ParallelLayout
+    layers_differ: bool = False  # in which of their parameters are trained
 
 
 def layouts_of(networks: Mapping[str, SavedNetwork]) -> dict[str, ParallelLayout]:
@@ -78,17 +79,27 @@ def sharded_state(network: SavedNetwork, *, is_loading: bool) -> ShardedStateDic
     if network.optimizer is not None:
         # before its first step it has no state, and missing state could not be loaded
         allocate_moments(network.optimizer)
-    metadata = dict(METADATA)  # megatron-core writes its process group into it
+    metadata: dict[str, object] = dict(METADATA)
+    state = _model_state(network.chunks, metadata)
+    if network.optimizer is not None:
+        named = dict(state)
+        if network.layers_differ:
+            # layers that are all alike are one tensor with an axis of layers, of which the state
+            # of frozen ones would be missing
+            named = _model_state(network.chunks, {**metadata, "non_homogeneous_layers": True})
+        state["optimizer"] = network.optimizer.sharded_state_dict(
+            named, is_loading=is_loading, metadata=metadata
+        )
+    return state
+
+
+def _model_state(chunks: Sequence[MegatronModule], metadata: dict[str, object]) -> ShardedStateDict:
+    """metadata: megatron-core writes its process group into it."""
     state: ShardedStateDict = {
-        f"model{i}": chunk.sharded_state_dict(metadata=metadata)
-        for i, chunk in enumerate(network.chunks)
+        f"model{i}": chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(chunks)
     }
     for chunk in state.values():
         leave_out_extra_state(chunk)
-    if network.optimizer is not None:
-        state["optimizer"] = network.optimizer.sharded_state_dict(
-            dict(state), is_loading=is_loading, metadata=metadata
-        )
     return state
 
 

@@ -76,7 +76,8 @@ class LayerStack(HybridStack):
         """In GPTModel's checkpoints, layers that are all alike are parts of one tensor with an axis
         of layers."""
         config = self.config
-        if config.moe_layer_freq != 1 or config.linear_attention_freq:
+        by_layer = (metadata or {}).get("non_homogeneous_layers", False)
+        if by_layer or config.moe_layer_freq != 1 or config.linear_attention_freq:
             state: dict[str, object] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
             return state
         state = {}
