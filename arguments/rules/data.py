@@ -62,7 +62,7 @@ def check_images(s: Settings) -> list[Problem]:
     if s.model.hf_checkpoint is None:
         return problem("multimodal_keys", None, "requires --hf-checkpoint with an image processor")
     renders = s.data.apply_chat_template or s.algorithm.pair_loss is not None
-    if s.generates and not renders:
+    if s.generates and not renders and not s.agents.given:
         message = "requires --apply-chat-template, since the template writes the placeholders"
         return problem("multimodal_keys", None, message)
     others = {

@@ -10,6 +10,7 @@ from itertools import chain
 import torch
 import torch.distributed as dist
 
+from slime_like.agents.messages import for_record
 from slime_like.agents.sessions import Session
 from slime_like.agents.task import Task
 from slime_like.agents.tree import Branch, SessionTree
@@ -62,7 +63,7 @@ def sample_of(
     main = session.tree.turns[0]
     while follows := [turn for turn in session.tree.turns if turn.parent is main]:
         main = follows[0]
-    conversation = [dict(message) for message in (*main.messages, main.answer)]
+    conversation = [for_record(message) for message in (*main.messages, main.answer)]
     metadata = {**sample.metadata, MESSAGES: conversation}
     first, *others = (sequence(sample, branch, session) for branch in branches)
     if reward is not None:
@@ -95,6 +96,7 @@ def sequence(sample: Sample, branch: Branch, session: Session) -> Sample:
         routed_experts=branch.routed_experts,
         status=SampleStatus.TRUNCATED if branch.truncated else SampleStatus.COMPLETED,
         response=session.text_of(response, stopped=not branch.truncated),
+        images=branch.images,
     )
 
 

@@ -212,6 +212,7 @@ class AgentGenerate(CustomGenerate):
             self._end_ids,
             self._template_arguments,
             max_characters=None if positions is None else CHARACTERS_PER_TOKEN * positions,
+            processor=model.processor,
         )
         tool_format = self._tool_format or default_format(model.tokenizer)
         for lost_workers in range(self._attempts):

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from slime_like.agents.answer_parsers import parse_answer
-from slime_like.agents.messages import BadRequest, ContextExceeded, canonical
+from slime_like.agents.messages import BadRequest, ContextExceeded, canonical, images_of
 from slime_like.agents.templates import ChatTemplate
 from slime_like.agents.tool_calls import NO_TOOLS, Parsed
 from slime_like.agents.tree import NextPrompt, SessionTree, TreeTurn
@@ -271,14 +271,15 @@ class Session:
             first = prompt.tokens if prompt.parent is None else prompt.parent.root.prompt
             position = len(prompt.tokens) - len(first)
         else:
-            key = repr((prompt.tokens, request.seed)).encode()
+            digests = [image.digest for image in images_of(request.messages)]
+            key = repr((prompt.tokens, request.seed, *digests)).encode()
             digest = hashlib.blake2b(key, digest_size=8).digest()
             again = self._request_counts[digest]
             self._request_counts[digest] += 1
             position = (int.from_bytes(digest, "big") + again) % 2**62 + 2**32
         seed = self._model.seed_of(self.sample_id, position)
         identity = self.sample_id if self._pending <= 1 and request.n == 1 else self._new_id()
-        return GenerateRequest(identity, prompt.tokens, seed)
+        return GenerateRequest(identity, prompt.tokens, seed, images_of(request.messages))
 
     def _new_id(self) -> int:
         """A unique id: concurrent requests of a sample need separate ids, because the engine aborts

@@ -11,10 +11,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from slime_like.agents.messages import BadRequest, ContextExceeded
+from slime_like.agents.messages import BadRequest, ContextExceeded, images_of
 from slime_like.data.chat_template import ChatRenderer
 from slime_like.data.messages import Message
 from slime_like.data.rendering import RowProblem
+from slime_like.images.files import ImageProblem
+from slime_like.images.processor import ImageProcessor
 from slime_like.text import common_prefix
 
 if TYPE_CHECKING:
@@ -35,6 +37,7 @@ class ChatTemplate:
         arguments: Mapping[str, object] | None = None,
         *,
         max_characters: int | None = None,
+        processor: ImageProcessor | None = None,
     ) -> None:
         """
         Args:
@@ -42,6 +45,7 @@ class ChatTemplate:
             end_ids: Tokens that end a response, including those of the tokenizer.
             arguments: Further arguments of the template (--apply-chat-template-kwargs).
             max_characters: Of a text that is tokenised; None: unlimited.
+            processor: Of the model's images; None: messages have none.
 
         Raises:
             ValueError: The tokenizer has no chat template.
@@ -50,7 +54,8 @@ class ChatTemplate:
             raise ValueError("agents need a chat template, and the tokenizer has none")
         self.tokenizer = tokenizer
         self.end_ids = frozenset(end_ids)
-        self._renderer = ChatRenderer(tokenizer, arguments)
+        self._renderer = ChatRenderer(tokenizer, arguments, images=processor is not None)
+        self._processor = processor
         self._max_characters = max_characters
         self._ends = [tokenizer.decode([i], skip_special_tokens=False) for i in self.end_ids]
 
@@ -65,6 +70,26 @@ class ChatTemplate:
             )
         text = text.encode(errors="replace").decode()
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _encode(self, text: str, messages: Sequence[Message]) -> list[int]:
+        """`encode`, with the placeholders of the messages' images. Raises BadRequest for an image
+        that cannot be used, or a text that holds a placeholder itself."""
+        images = images_of(messages)
+        processor = self._processor
+        if processor is None:
+            if images:
+                raise BadRequest("images need a run with --multimodal-keys")
+            return self.encode(text)
+        ids = self.encode(processor.written(text))
+        if ids.count(processor.rule.image_token) != len(images):
+            raise BadRequest(
+                f"the conversation has {len(images)} images, and its text "
+                f"{ids.count(processor.rule.image_token)} placeholders {processor.image_text}"
+            )
+        try:
+            return processor.expand(ids, processor.token_counts(images))
+        except ImageProblem as problem:
+            raise BadRequest(f"an image of the conversation: {problem}") from None
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of tokens, including special ones."""
@@ -85,7 +110,7 @@ class ChatTemplate:
             reason = str(error).split("\n", 1)[0][:300]
             raise BadRequest(f"the chat template refuses the messages: {reason}") from error
         self._check_written(messages, tools, 0)
-        return self.encode(text)
+        return self._encode(text, messages)
 
     def following(
         self,
@@ -127,7 +152,7 @@ class ChatTemplate:
             rest = self._rest(full_text, closing, end, has_calls=bool(pair[0].get("tool_calls")))
             if rest is not None:
                 self._check_written([*before, pair[0], *after], tools, len(before) + 1)
-                return self.encode(rest)
+                return self._encode(rest, after)
         return None
 
     def _check_written(self, messages: Sequence[Message], tools: object, start: int) -> None:

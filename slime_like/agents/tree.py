@@ -18,10 +18,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from slime_like.agents.messages import history_keys
+from slime_like.agents.messages import history_keys, images_of
 from slime_like.agents.templates import ChatTemplate
 from slime_like.data.messages import ASSISTANT, Message
 from slime_like.engines.base import GenerateOutput
+from slime_like.images.encoded import EncodedImage
 from slime_like.samples.routed_experts import join_routed_experts
 from slime_like.samples.sampling_mask import empty_sampling_mask, pad_sampling_mask
 from slime_like.types import NOT_SAMPLED
@@ -117,6 +118,7 @@ class Branch:
     sampling_mask: Tensor | None = None
     # routed experts of all tokens, as first computed on this path
     routed_experts: Tensor | None = None
+    images: tuple[EncodedImage, ...] = ()  # in the order of their placeholders
 
 
 @dataclass(slots=True)
@@ -256,6 +258,7 @@ def _branch(trained_turns: Sequence[TreeTurn], leaf: TreeTurn, observations: boo
         tuple(spans),
         None if leaf.sampling_mask is None else pad_sampling_mask(sets),
         _routed_experts(leaf),
+        images_of(leaf.messages),
     )
 
 

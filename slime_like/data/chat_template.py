@@ -177,7 +177,7 @@ def _with_parts(message: Message) -> dict[str, Any]:
             parts.append({"type": "image"})
         if text or len(texts) == 1:
             parts.append({"type": "text", "text": text})
-    return {**message, "content": parts}
+    return {key: v for key, v in message.items() if key != "images"} | {"content": parts}
 
 
 def _changed(message: Message) -> dict[str, Any]:

@@ -8,8 +8,6 @@ of these. Checking a row reads headers alone; files are read and decoded when a 
 
 from __future__ import annotations
 
-import base64
-import binascii
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -23,7 +21,14 @@ from slime_like.data.messages import (
 from slime_like.data.rendering import RowProblem
 from slime_like.data.rows import Row
 from slime_like.images.encoded import EncodedImage
-from slime_like.images.files import ImageLimits, ImageProblem, image_size, read_image
+from slime_like.images.files import (
+    ImageLimits,
+    ImageProblem,
+    from_base64,
+    image_bytes,
+    image_size,
+    read_image,
+)
 from slime_like.images.processor import ImageProcessor
 from slime_like.text import clean, shown
 
@@ -199,7 +204,7 @@ def source_of(image: object, folder: Path) -> ImageSource:
             if key not in _OBJECT_KEYS and key not in ("type", "detail"):
                 raise ImageProblem(f"{key!r} of an image is not offered")
         if isinstance(given.get("bytes"), str):
-            return _from_base64(given["bytes"])
+            return from_base64(given["bytes"])
         value = next((given[key] for key in _OBJECT_KEYS if key in given), None)
         if value is None:
             raise ImageProblem(f"an object must have one of {', '.join(map(repr, _OBJECT_KEYS))}")
@@ -209,23 +214,13 @@ def source_of(image: object, folder: Path) -> ImageSource:
             f"must be a path, a data URL, or an object with bytes or path, not {shown(image)}"
         )
     if image.startswith("data:"):
-        head, _, data = image.partition(",")
-        if not head.endswith(";base64"):
-            raise ImageProblem(f"the data URL {clean(head, 60)!r} is not of base64")
-        return _from_base64(data)
+        return image_bytes(image)
     if image.startswith(("http://", "https://")):
         raise ImageProblem(
             f"{clean(image, 200)}: a run loads nothing from the network; download it and name the "
             "file"
         )
     return folder / image.removeprefix("file://")
-
-
-def _from_base64(text: str) -> bytes:
-    try:
-        return base64.b64decode(text, validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise ImageProblem(f"not base64: {error}") from error
 
 
 def _as_list(value: object) -> list[object]:

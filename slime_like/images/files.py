@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import base64
 import io
 import os
 import struct
@@ -93,6 +94,22 @@ def decode(image: EncodedImage, limits: ImageLimits) -> Image:
     transformers. Raises ImageProblem."""
     _check_bytes(len(image.data), limits)
     return _within(limits.decode_s, lambda: _decode(image.data, limits))
+
+
+def image_bytes(url: str) -> bytes:
+    """The file in a data URL. Raises ImageProblem."""
+    head, _, data = url.partition(",")
+    if not head.endswith(";base64"):
+        raise ImageProblem(f"the data URL {clean(head, 60)!r} is not of base64")
+    return from_base64(data)
+
+
+def from_base64(text: str) -> bytes:
+    """Raises ImageProblem."""
+    try:
+        return base64.b64decode(text, validate=True)
+    except ValueError as error:
+        raise ImageProblem(f"not base64: {error}") from error
 
 
 def as_image(value: object) -> EncodedImage:

@@ -202,6 +202,52 @@ def test_observations_may_be_pictures(
     assert max(len(s.images) for s in samples) > 2
 
 
+AGENT = """
+import base64, io, json, urllib.request
+from PIL import Image
+
+def url(colour):
+    file = io.BytesIO()
+    Image.new("RGB", (24, 16), colour).save(file, "PNG")
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+
+async def play(task):
+    messages = []
+    for turn, colour in enumerate(("red", ("green", "blue")[task.sample_id % 2])):
+        parts = [{"type": "image_url", "image_url": {"url": url(colour)}}, {"type": "text", "text": f"{turn}?"}]
+        messages.append({"role": "user", "content": parts})
+        answer = await task.chat(messages, max_tokens=4)
+        messages.append({"role": "assistant", "content": answer["choices"][0]["message"]["content"]})
+    return float(len(messages[-1]["content"])) + task.sample_id % 3
+"""  # fmt: skip
+
+
+def test_agents_may_ask_about_pictures(
+    server: TrainServer, work: Workspace, seeing: dict[str, Any], tmp_path: Path
+) -> None:
+    """Two turns with a picture each, through the gateway: the trainer sees what the engine saw."""
+    (tmp_path / "agent.py").write_text(AGENT)
+    rows = [{"prompt": f"row {n}", "answer": "red"} for n in range(8)]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = {
+        **{**seeing, "agent_function_path": f"{tmp_path}/agent.py:play", "prompt_data": data},
+        **{"custom_rm_path": None, "apply_chat_template": None, "input_key": "prompt"},
+        **{"rm_type": "zero", "rollout_max_response_len": 60, "micro_batch_size": None},
+        **{"use_dynamic_batch_size": "", "max_tokens_per_gpu": 512},
+    }
+    run(server, work, tmp_path / "out", **flags)
+    rows_found = rows_of(tmp_path / "out")
+    assert max(r["rollout/train_rollout_log_prob_diff_mean"] for r in rows_found) < COMPUTED_ALIKE
+    groups = load_rollout(str(tmp_path / "out" / "rollout_{rollout_id}"), 0)
+    samples = [sample for group in groups for sample in group.samples]
+    assert {len(sequence.images) for s in samples for sequence in (s, *s.branches)} <= {1, 2}
+    assert max(len(s.images) for s in samples) == 2
+    digests = [i.digest for i in max(samples, key=lambda s: len(s.images)).images]
+    (question,) = [m for m in samples[0].metadata["messages"] if m.get("images")][:1]
+    assert question["content"] == "<image>0?" and question["images"][0] == digests[0]
+
+
 def test_one_error_names_the_row_of_a_bad_picture(
     server: TrainServer, work: Workspace, seeing: dict[str, Any], tmp_path: Path
 ) -> None:
