@@ -76,7 +76,10 @@ class LayerNorm(RMSNorm):
         sequence_parallel: bool = False,
         **others: Any,
     ) -> None:
-        own = {"params_dtype": params_dtype, "sequence_parallel": sequence_parallel}
+        own: dict[str, Any] = {
+            "params_dtype": params_dtype,
+            "sequence_parallel": sequence_parallel,
+        }
         super().__init__(*sizes, **own, **others)
         self.bias = _parameter(len(self.weight), dtype=params_dtype, init=nn.init.zeros_)
         self.bias.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
