@@ -202,6 +202,45 @@ def test_observations_may_be_pictures(
     assert max(len(s.images) for s in samples) > 2
 
 
+SLIME = """
+import base64, io
+from slime.rollout.sglang_rollout import GenerateState
+from slime.utils.http_utils import post
+
+def url(picture):
+    file = io.BytesIO()
+    picture.save(file, "PNG")
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+
+async def generate(args, sample, sampling_params):
+    tokenizer = GenerateState(args).tokenizer
+    pictures = (sample.multimodal_inputs or {"images": []})["images"]
+    place = tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    ids, sizes = [], iter([p.size[0] * p.size[1] // 64 for p in pictures])
+    for token in tokenizer(sample.prompt, add_special_tokens=False)["input_ids"]:
+        ids += [token] * (next(sizes) if token == place else 1)
+    payload = {"input_ids": ids, "sampling_params": sampling_params, "image_data": [url(p) for p in pictures]}
+    answer = await post("http://engine/generate", payload)
+    entries = answer["meta_info"]["output_token_logprobs"]
+    sample.tokens = ids + [entry[1] for entry in entries]
+    sample.response_length = len(entries)
+    sample.rollout_log_probs = [entry[0] for entry in entries]
+    sample.response = answer["text"]
+    sample.status = sample.Status.COMPLETED
+    return sample
+"""  # fmt: skip
+
+
+def test_generate_functions_of_slime_send_the_pictures(
+    server: TrainServer, work: Workspace, seeing: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "own.py").write_text(SLIME)
+    own = {"custom_generate_function_path": f"{tmp_path}/own.py:generate"}
+    run(server, work, tmp_path / "out", **{**seeing, **own})
+    rows = rows_of(tmp_path / "out")
+    assert max(r["rollout/train_rollout_log_prob_diff_mean"] for r in rows) < COMPUTED_ALIKE
+
+
 AGENT = """
 import base64, io, json, urllib.request
 from PIL import Image

@@ -18,6 +18,8 @@ import torch
 from slime_like.compat.slime.rollout_context import rollout_context
 from slime_like.compat.slime.samples import SlimeArgs, from_slime, to_slime
 from slime_like.engines.base import GenerateOutput, GenerateRequest, SamplingParams
+from slime_like.images.encoded import EncodedImage
+from slime_like.images.files import image_bytes
 from slime_like.rollout.episode import CUSTOM_GENERATE, Model
 from slime_like.types import Sample as OurSample
 from slime_like.types import SampleStatus
@@ -66,8 +68,8 @@ async def post(
     max_retries: int = 60,
     headers: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """SGLang's response to ``/generate`` with ``input_ids`` or ``text``, and ``sampling_params``.
-    Raises ValueError for unsupported parameters."""
+    """SGLang's response to ``/generate`` with ``input_ids`` or ``text``, ``image_data`` (data URLs)
+    and ``sampling_params``. Raises ValueError for unsupported parameters."""
     call = _call()
     if not url.endswith("/generate"):
         raise ValueError(f"post({url!r}): only the rollout engine's /generate can be called")
@@ -77,13 +79,38 @@ async def post(
         prompt = call.model.tokenizer(payload["text"], add_special_tokens=False)["input_ids"]
     else:
         raise ValueError("post: the payload needs 'input_ids' or 'text'")
+    images = _images(payload.get("image_data"))
+    prompt = _with_image_tokens(prompt, images, call.model)
     sampling = sampling_of(payload.get("sampling_params") or {}, call.model.sampling)
     seed = call.model.seed_of(call.sample_id, sum(len(o.tokens) for o in call.outputs))
     output = await call.model.engine.generate_one(
-        GenerateRequest(call.sample_id, tuple(prompt), seed), sampling
+        GenerateRequest(call.sample_id, tuple(prompt), seed, images), sampling
     )
     call.outputs.append(output)
     return sglang_response(output, len(prompt), call.model.tokenizer)
+
+
+def _images(data: object) -> tuple[EncodedImage, ...]:
+    """The images of a payload: data URLs, one or a list. Raises ValueError."""
+    urls = [data] if isinstance(data, str) else list(data or ())  # type: ignore[call-overload]
+    if not all(isinstance(url, str) and url.startswith("data:") for url in urls):
+        raise ValueError("post: image_data must be data URLs")
+    return tuple(EncodedImage(image_bytes(url)) for url in urls)
+
+
+def _with_image_tokens(
+    prompt: Sequence[int], images: Sequence[EncodedImage], model: Model
+) -> list[int]:
+    """The prompt with all placeholders of its images. It may have one for each image, or all, as
+    for SGLang."""
+    processor = model.processor
+    if not images:
+        return list(prompt)
+    if processor is None:
+        raise ValueError("post: image_data needs a run with --multimodal-keys")
+    if list(prompt).count(processor.rule.image_token) != len(images):
+        return list(prompt)
+    return processor.expand(prompt, processor.token_counts(images))
 
 
 def sglang_response(
