@@ -105,3 +105,17 @@ def test_three_optimizer_steps(models: dict[str, str], tmp_path: Path, ranks: in
     worker = "tests.dist.bases_worker:run_cells"
     for found in run_ranks(worker, ranks, tmp_path, {"cells": cells}, timeout_s=300):
         assert found == {name: [] for name in cells}
+
+
+def test_more_kinds_of_layers_than_letters() -> None:
+    """Of a model provider's own layer spec."""
+    from megatron.core.transformer.spec_utils import ModuleSpec
+
+    from slime_like.megatron.model.hybrid import _kinds
+
+    layers = [ModuleSpec(torch.nn.Identity, params={"kind": kind}) for kind in (0, 1, 0, 2, 3, 1)]
+    kinds, letters = _kinds(layers)
+    assert letters == "*E*-GE" and kinds.gdn_layer == layers[4]
+    more = ModuleSpec(torch.nn.Identity, params={"kind": 4})
+    with pytest.raises(ValueError, match="has 5 kinds of layers; --model-base hybrid supports 4"):
+        _kinds([*layers, more])
