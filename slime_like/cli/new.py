@@ -10,6 +10,7 @@ Exit status: 0 written, 2 the folder has files already, or the command line is w
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import subprocess
 import sys
@@ -96,6 +97,9 @@ def write_project(folder: Path, hf_checkpoint: str | None, starter: str = DEFAUL
 def next_steps(folder: Path, starter: str) -> str:
     """What to type in a new project."""
     steps = [f"cd {folder}"]
+    package = STARTERS[starter].package
+    if package is not None and importlib.util.find_spec(package) is None:
+        steps.append(f"python -m pip install {package}")
     if list(folder.glob("test_*.py")):
         steps.append("python -m pytest")
     train = [f"slime-like train --config {name}" for name in STARTERS[starter].runs]

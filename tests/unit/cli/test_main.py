@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import os
 import subprocess
@@ -15,7 +16,14 @@ import pytest
 from arguments.parse import parse_args
 from slime_like.cli.__main__ import COMMANDS, Command, dispatch
 from slime_like.cli.convert import DIRECTIONS
-from slime_like.cli.new import DEFAULT, SHARED, STARTERS, TEMPLATES, write_project
+from slime_like.cli.new import (
+    DEFAULT,
+    SHARED,
+    STARTERS,
+    TEMPLATES,
+    next_steps,
+    write_project,
+)
 from slime_like.metrics.logger import read_metrics
 from slime_like.report.read import read_run
 from slime_like.report.rollouts import read_samples
@@ -163,6 +171,14 @@ def test_a_project_around_a_model_of_ones_own(
     assert parse_args(["--config", "run.yaml"], 1).rollout.num_rollout
     with pytest.raises(ValueError, match="has files already"):
         write_project(folder, model, starter)
+
+
+def test_a_package_that_is_missing_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert "\n  python -m pip install openai\n" in next_steps(tmp_path, "agent")
+    assert "pip install" not in next_steps(tmp_path, "tool")
 
 
 def test_starters_are_listed_and_have_folders() -> None:
