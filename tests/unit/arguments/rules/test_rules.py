@@ -340,6 +340,7 @@ TESTED_ELSEWHERE = {
     "check_distributed_backend": "test_machines.py",
     "check_indexer_stages": "hf/test_sparse_attention.py",
     "check_local_layers": "test_machines.py",
+    "check_loss_scale": "test_untested.py",
     "check_model_base": "test_model_base.py",
     "check_muon_package": "rules/test_muon.py",
     "check_muon_split_qkv": "rules/test_muon.py",
