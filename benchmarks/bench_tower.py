@@ -1,7 +1,7 @@
 """Time and memory of a vision tower's pass per image token: all images of a micro-batch at once, as
 in training, and one by one.
 
-    python benchmarks/bench_tower.py --images 16 --side 224 --case packed
+    python benchmarks/bench_tower.py [--images 16] [--side 224] [--trained] [--json tower.json]
 
 The tower has the sizes of Qwen3-VL-2B's, with random weights. On a CPU the memory is the peak of
 the process's resident set above that before the pass; on a GPU that of torch's allocator.
@@ -12,15 +12,19 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import multiprocessing
 import resource
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
+from benchmarks.bench_common import write_json
 from slime_like.images.inputs import ImageInputs, concatenate
 from slime_like.images.rows import PlaceholderRule
 from slime_like.images.settings import VisionSettings
@@ -65,12 +69,35 @@ def peak_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def measure(
-    parts: list[ImageInputs], *, trained: bool, device: torch.device, repeats: int
-) -> tuple[float, int]:
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Passes over `images` square images of `side` pixels."""
+
+    packed: bool
+    images: int
+    side: int
+    trained: bool
+    repeats: int
+
+    @property
+    def image_tokens(self) -> int:
+        return self.images * (self.side // 32) ** 2
+
+
+def measure(case: Case) -> tuple[float, int]:
     """Seconds of a pass, the best of `repeats`, and bytes above the tower and its gradients."""
-    tower = make_tower(trained=trained, device=device)
-    for parameter in tower.parameters() if trained else ():
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    patches = case.side // 16
+    generator = torch.Generator().manual_seed(2)
+    grid = torch.tensor([[1, patches, patches]], device=device)
+    parts = [
+        ImageInputs(torch.randn(patches**2, 1536, generator=generator).to(device), grid)
+        for _ in range(case.images)
+    ]
+    if case.packed:
+        parts = [concatenate(parts)]
+    tower = make_tower(trained=case.trained, device=device)
+    for parameter in tower.parameters() if case.trained else ():
         parameter.grad = torch.empty_like(parameter).zero_()  # `zeros` would take its pages later
     gc.collect()
     before = peak_bytes(device)
@@ -78,7 +105,7 @@ def measure(
         torch.cuda.reset_peak_memory_stats(device)
         before = int(torch.cuda.memory_allocated(device))
     seconds = []
-    for _ in range(repeats):
+    for _ in range(case.repeats):
         started = time.perf_counter()
         run(tower, parts)
         if device.type == "cuda":
@@ -96,28 +123,27 @@ def main() -> None:
         "--side", type=int, default=224, help="pixels of an image, a multiple of 32"
     )
     parser.add_argument("--repeats", type=int, default=2)
-    # a process's peak never falls: one case a process
-    parser.add_argument("--case", choices=("packed", "one by one"), required=True)
-    parser.add_argument("--trained", action="store_true")
+    parser.add_argument("--trained", action="store_true", help="with gradients of the tower")
+    parser.add_argument("--json", type=Path, help="write the results here")
     options = parser.parse_args()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    patches = (options.side // 16) ** 2
-    generator = torch.Generator().manual_seed(2)
-    grid = torch.tensor([[1, options.side // 16, options.side // 16]], device=device)
-    images = [
-        ImageInputs(torch.randn(patches, 1536, generator=generator).to(device), grid)
-        for _ in range(options.images)
-    ]
-    parts = [concatenate(images)] if options.case == "packed" else images
-    seconds, memory = measure(
-        parts, trained=options.trained, device=device, repeats=options.repeats
-    )
-    tokens = options.images * patches // 4
-    print(
-        f"{options.case}, {'trained' if options.trained else 'frozen'}: {options.images} images, "
-        f"{tokens} image tokens; {1e3 * seconds / tokens:.2f} ms and {memory / tokens / 2**20:.2f} "
-        f"MiB an image token"
-    )
+    if options.side < 32 or options.side % 32:
+        parser.error(f"--side must be a multiple of 32, not {options.side}")
+    rows = []
+    # a process's peak never falls, so each case has its own
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=spawn, max_tasks_per_child=1) as pool:
+        for packed in (True, False):
+            case = Case(packed, options.images, options.side, options.trained, options.repeats)
+            seconds, memory = pool.submit(measure, case).result()
+            row = {
+                "case": "packed" if packed else "one by one",
+                "ms": 1e3 * seconds / case.image_tokens,
+                "mib": memory / case.image_tokens / 2**20,
+            }
+            rows.append(row)
+            print(f"{row['case']}: {row['ms']:.2f} ms and {row['mib']:.2f} MiB an image token")
+    print(f"packed to one by one: {rows[0]['ms'] / rows[1]['ms']:.2f} of the time")
+    write_json(options.json, rows)
 
 
 if __name__ == "__main__":

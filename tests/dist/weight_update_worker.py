@@ -66,7 +66,7 @@ def engine_on(rank: int, transport: str, arguments: dict[str, Any]) -> Iterator[
     delta, nodes = transport == "delta", transport == "nodes"
     if rank == 0:
         name = {"delta": "disk", "nodes": "tensor"}.get(transport, transport)
-        servers: Any = [SimpleNamespace(url=url) for url in arguments["urls"]]
+        servers: Any = [SimpleNamespace(url=url, images=None) for url in arguments["urls"]]
         with engine_of(
             arguments["folder"], servers, transport=name, synced=False, update_timeout_s=SECONDS, probe_timeout_s=SECONDS,
             keep_copy=False, delta={} if delta else None,

@@ -29,6 +29,15 @@ HF_CONFIG: Mapping[str, Any] = {
     "rope_theta": 10000.0,
     "tie_word_embeddings": True,
 }
+# a model that sees images
+ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
+TOWER = {"spatial_merge_size": 3, "deepstack_visual_indexes": [0, 1, 2]}
+SEEING: Mapping[str, Any] = {
+    **HF_CONFIG,
+    **{"architectures": ["Qwen3VLForConditionalGeneration"], "model_type": "qwen3_vl"},
+    **{"rope_theta": None, "rope_parameters": ROPE, "image_token_id": 300},
+    **{"head_dim": 16, "vision_config": TOWER},
+}
 
 
 def write_files(folder: Path, **changes: Any) -> dict[str, str]:

@@ -13,17 +13,9 @@ from slime_like.config import Problem
 from slime_like.images.rows import PlaceholderRule
 from slime_like.weights.families import model_families
 from slime_like.weights.families.base import ModelFamily
-from tests.unit.command_lines import HF_CONFIG, complete, problems_of
+from tests.unit.command_lines import HF_CONFIG, ROPE, SEEING, TOWER, complete, problems_of
 
 IMAGES = ("--multimodal-keys", '{"image": "images"}', "--apply-chat-template")
-ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
-TOWER = {"spatial_merge_size": 3, "deepstack_visual_indexes": [0, 1, 2]}
-SEEING: dict[str, Any] = {
-    **HF_CONFIG,
-    **{"architectures": ["Qwen3VLForConditionalGeneration"], "model_type": "qwen3_vl"},
-    **{"rope_theta": None, "rope_parameters": ROPE, "image_token_id": 300},
-    **{"head_dim": 16, "vision_config": TOWER},
-}
 
 
 def words_of(folder: Path, *flags: str, **changes: Any) -> list[str]:

@@ -30,7 +30,7 @@ from slime_like.rewards.registry import rewards
 from slime_like.weight_sync.transports.base import weight_transports
 from slime_like.weights.families.base import model_families
 from tests.paths import ROOT
-from tests.unit.command_lines import write_files
+from tests.unit.command_lines import SEEING, write_files
 from tests.unit.scripts.test_launch_scripts import recorded, recorder
 
 RECIPES = sorted(
@@ -67,6 +67,10 @@ def demo_files(folder: Path, demo: str = "outputs/demo-sapo-tp2") -> None:
     (folder / "rollouts/0").mkdir(parents=True)
     for name in ("MODEL", "small", "large"):
         (folder / name).symlink_to(files["hf"])
+    (folder / "VISION_MODEL").mkdir()
+    (folder / "VISION_MODEL/config.json").write_text(
+        json.dumps({**SEEING, "max_position_embeddings": 4096})
+    )
     (folder / "train.parquet").touch()
     model = folder / demo / "sft/hf"
     model.mkdir(parents=True)
