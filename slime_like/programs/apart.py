@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from typing import NoReturn
 
 from slime_like.rewards import confinement, reaper
 
@@ -43,7 +44,7 @@ def separate(everyone: str, folder: str) -> None:
     if everyone:
         _enter_namespaces(everyone, folder)
     else:
-        reaper.split()
+        reaper.split(with_thread=False)
     if os.getpid() != os.getpgrp():  # a `kill 0` of the program ends nothing around it
         os.setsid()
     os.chdir(folder)
@@ -55,11 +56,11 @@ def _enter_namespaces(everyone: str, folder: str) -> None:
         confinement.own_episode(everyone, folder)
     except OSError as error:
         _give_up(f"it cannot be separated from other episodes: {error}")
-    confinement.die_with(parent)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     first = os.fork()  # of the process namespace: all others end with it
     if first:
-        _, status = os.waitpid(first, 0)
-        os._exit(exit_status(status))
+        _wait_for(first, parent)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
     confinement.die_with(0)  # the parent is outside of this namespace, so its id is 0
     confinement.keep_no_capability()
     program = os.fork()
@@ -70,6 +71,18 @@ def _enter_namespaces(everyone: str, folder: str) -> None:
     while ended != program:  # also reaps what others have left behind
         ended, status = os.waitpid(-1, 0)
     os._exit(exit_status(status))
+
+
+def _wait_for(first: int, parent: int) -> NoReturn:
+    """Wait for the first process of the namespace, which ends with this one, or for the end of the
+    parent. (`confinement.die_with` would end it with the thread that has started this process, and
+    an episode outlives the thread of its rollout.)"""
+    while os.getppid() == parent:
+        signal.sigtimedwait({signal.SIGCHLD}, reaper.WATCH_S)
+        ended, status = os.waitpid(first, os.WNOHANG)
+        if ended:
+            os._exit(exit_status(status))
+    os._exit(FAILED)
 
 
 def exit_status(status: int) -> int:

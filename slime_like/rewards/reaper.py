@@ -20,11 +20,17 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 END = signal.SIGRTMIN + 5 if sys.platform == "linux" else signal.SIGTERM  # ends a reaper
 SIGNALLED = 128  # exit codes above are signals
+WATCH_S = 1.0  # how often a parent is looked for that may end
 
 
-def split() -> None:
+def split(*, with_thread: bool = True) -> None:
     """Fork a worker and return in it; the calling process becomes its reaper. Must be called before
-    starting threads."""
+    starting threads.
+
+    Args:
+        with_thread: The reaper ends with the thread that started it, at once; False: with the
+            process of that thread, within `WATCH_S`.
+    """
     if sys.platform != "linux":
         return
     libc = ctypes.CDLL(None, use_errno=True)
@@ -39,23 +45,22 @@ def split() -> None:
         if os.getppid() != reaper:
             os._exit(0)
         return
-    libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(END))
-    if os.getppid() != parent:
-        os.kill(reaper, END)
-    _keep(worker)
+    if with_thread:
+        libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(END))
+    _keep(worker, parent)
 
 
-def _keep(worker: int) -> NoReturn:
-    """Wait until the worker ends or END arrives, kill remaining descendants, and exit with the
-    worker's status."""
+def _keep(worker: int, parent: int) -> NoReturn:
+    """Wait until the worker or the parent ends or END arrives, kill remaining descendants, and exit
+    with the worker's status."""
     for file in (0, 1):  # the worker's pipes
         os.close(file)
     os.closerange(3, 256)
     code: int | None = None
     while code is None:
-        number = signal.sigwait({END, signal.SIGCHLD})
-        ended = _reap()
-        code = ended.get(worker, SIGNALLED + signal.SIGKILL if number == END else None)
+        received = signal.sigtimedwait({END, signal.SIGCHLD}, WATCH_S)
+        ends = os.getppid() != parent or (received is not None and received.si_signo == END)
+        code = _reap().get(worker, SIGNALLED + signal.SIGKILL if ends else None)
     end = time.monotonic() + 5.0
     while _children() and time.monotonic() < end:
         for pid in _children():
