@@ -6,6 +6,7 @@ The list depends neither on the machine nor on the release of megatron-core.
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -31,6 +32,8 @@ nested sections if you like; the command line takes precedence. An unknown flag 
 
 
 def cell(text: str) -> str:
+    """Text of a table's cell; what looks like a tag (<task>, <image>) would be one on the site."""
+    text = re.sub(r"<(?=[A-Za-z/])", "&lt;", text)
     return text.replace("|", "\\|").replace("\n", " ")
 
 
