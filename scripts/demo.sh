@@ -44,15 +44,9 @@ case $MODE in
   *) echo "MODE=$MODE is unknown; legal values: sync, async" >&2; exit 2 ;;
 esac
 
-# Prints a command as a user would type it, then runs it.
-show() { printf '\n$ %s\n' "$*"; "$@"; }
-train() { show "$PYTHON" -m slime_like.torchrun --standalone --nproc-per-node "$RANKS" train.py "${PARALLEL[@]}" "$@"; }
-
-STARTED=$SECONDS
+source scripts/demo_functions.sh
 DATA=(--prompt-data "$START/train.jsonl" --input-key messages --label-key answer --apply-chat-template --rollout-shuffle)
 EVAL=(--eval-prompt-data heldout "$START/heldout.jsonl" --n-samples-per-eval-prompt 4 --custom-rm-path scripts/demo_reward.py:score --rollout-max-response-len 8)
-
-say() { printf '\n[%s s] %s\n' "$((SECONDS - STARTED))" "$*"; }
 
 rm -rf "$OUTPUT"
 if [ "$START" = "$OUTPUT" ]; then

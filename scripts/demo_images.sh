@@ -24,15 +24,9 @@ case $LAYOUT in
   *) echo "LAYOUT=$LAYOUT is unknown; legal values: one, tp2, dp2" >&2; exit 2 ;;
 esac
 
-# Prints a command as a user would type it, then runs it.
-show() { printf '\n$ %s\n' "$*"; "$@"; }
-train() { show "$PYTHON" -m slime_like.torchrun --standalone --nproc-per-node "$RANKS" train.py "${PARALLEL[@]}" "$@"; }
-
-STARTED=$SECONDS
+source scripts/demo_functions.sh
 DATA=(--prompt-data "$START/train.jsonl" --input-key question --label-key answer --multimodal-keys '{"image": "images"}' --apply-chat-template --rollout-shuffle)
 EVAL=(--eval-prompt-data heldout "$START/heldout.jsonl" --rm-type exact_match --rollout-max-response-len 8)
-
-say() { printf '\n[%s s] %s\n' "$((SECONDS - STARTED))" "$*"; }
 
 rm -rf "$OUTPUT"
 if [ "$START" = "$OUTPUT" ]; then

@@ -9,12 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from slime_like.agents.command import _BOOT
 from slime_like.rewards import confinement
-
-BOOT = (
-    "import sys; sys.path.insert(0, sys.argv[1]); from slime_like.programs import apart; "
-    "apart.main()"
-)
 
 
 @pytest.mark.parametrize("namespaces", [False, True])
@@ -25,7 +21,7 @@ def test_a_program_outlives_the_thread_that_started_it(tmp_path: Path, namespace
     folder = tmp_path / "episodes" / "one"
     folder.mkdir(parents=True)
     command = [
-        *(sys.executable, "-I", "-S", "-c", BOOT, confinement.package_root()),
+        *(sys.executable, "-I", "-S", "-c", _BOOT, confinement.package_root()),
         *(str(folder.parent) if namespaces else "", str(folder)),
         *("sh", "-c", "echo begun > begun; sleep 1; exit 3"),
     ]
