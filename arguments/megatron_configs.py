@@ -223,6 +223,8 @@ def transformer_config_type(values: Mapping[str, object]) -> type[TransformerCon
 
     if values.get("linear_decay_per_channel"):
         return _kimi_config()
+    if values.get("block_pattern"):
+        return _mamba_config()
     if values.get("multi_latent_attention"):
         return _sparse_config() if values.get("index_topk") else MLATransformerConfig
     return _layer_config() if LAYER_CONFIG_FIELDS & values.keys() else TransformerConfig
@@ -284,6 +286,21 @@ def _kimi_config() -> type[TransformerConfig]:
         latent_unrotated: bool = False  # latent attention without rotary embedding
 
     return KimiConfig
+
+
+@functools.cache
+def _mamba_config() -> type[TransformerConfig]:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    @dataclasses.dataclass
+    class MambaConfig(TransformerConfig):
+        """TransformerConfig with fields for slime_like/megatron/model/mamba.py."""
+
+        # a letter per layer, as in Nemotron-H's files: M Mamba-2, * attention, - MLP, E experts
+        block_pattern: str = ""
+        mamba_smallest_step: float = 0.0  # lower bound of the step sizes of Mamba-2
+
+    return MambaConfig
 
 
 def _fusions(build: Build) -> dict[str, bool]:

@@ -114,7 +114,7 @@ REFUSED_WHEN_SET = {
     "pruned_heads": "pruned heads are not supported",
     "tie_encoder_decoder": "encoder-decoder models are not supported",
 }
-_MAMBA = "Mamba layers"
+_MAMBA = "Mamba layers of another kind"
 _STREAMS = "several residual streams"
 _MULTIPLIERS = "multipliers of embeddings, residual terms and logits"
 _CLASSIC = "LayerNorm with biases and an MLP without a gate"
@@ -138,7 +138,6 @@ UNSUPPORTED: Mapping[str, tuple[str, str]] = {
     ),
     **dict.fromkeys(
         (
-            "NemotronHForCausalLM",
             "MambaForCausalLM",
             "Mamba2ForCausalLM",
             "FalconMambaForCausalLM",
@@ -149,7 +148,7 @@ UNSUPPORTED: Mapping[str, tuple[str, str]] = {
             "Zamba2ForCausalLM",
             "GraniteMoeHybridForCausalLM",
         ),
-        (_MAMBA, "Qwen3NextForCausalLM"),
+        (_MAMBA, "NemotronHForCausalLM"),
     ),
     **dict.fromkeys(
         ("Lfm2ForCausalLM", "Lfm2MoeForCausalLM", "Lfm2VlForConditionalGeneration"),
@@ -274,6 +273,9 @@ class ConfigTypes(TypedDict, total=False):
 
     architectures: Names | None
     layer_types: Names | None
+    layers_block_type: Names | None
+    mtp_layers_block_type: Names | None
+    hybrid_override_pattern: str | None
     indexer_types: Names | None
     mlp_layer_types: Names | None
     mlp_only_layers: Integers | None

@@ -107,6 +107,8 @@ def read_hf_model(folder: str, *, value_head: bool = False) -> HfModel:
         rope = read_rope(reader, family.rotary_percent, family.rope_theta)
     transformer |= rope["yarn"]
     gpt = _gpt(reader, head_dim=transformer["kv_channels"], rope=rope)
+    if not family.rotary:
+        gpt["position_embedding_type"] = "none"
     dtype = reader.config.get("dtype") or reader.config.get("torch_dtype")
     if dtype is not None and dtype not in DTYPES:
         reader.refuse(f"dtype {dtype!r} is not supported; legal values: {', '.join(DTYPES)}")
@@ -181,6 +183,7 @@ def _family(reader: _Reader, value_head: bool) -> tuple[str, ModelFamily]:
     for key, other in family.stand_ins.items():
         if reader.config.get(key) is None:
             reader.config[key] = reader.config.get(other)
+    reader.config = {**family.derived(reader.config), **_given(reader.config)}
     model_type = reader.config.get("model_type", family.model_type)
     if model_type not in (family.model_type, *family.other_model_types):
         reader.refuse(

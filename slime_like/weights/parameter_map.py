@@ -74,9 +74,13 @@ _QUERY_LATENT = tuple(
 _QKV_BIAS = f"{ATTENTION}.linear_qkv.bias"
 _QK_NORMS = (f"{ATTENTION}.q_layernorm.weight", f"{ATTENTION}.k_layernorm.weight")
 _INDEXER = ".self_attention.indexer."  # buffers: the indexer is not trained
+# parts of names of a layer that is one block
+_MIXER = (".input_layernorm.", ".self_attention.")
+_MLP = (".pre_mlp_layernorm.", ".mlp.")
 _DELTA_NET = (
     *("in_proj.", "conv_weight", "A_log", "dt_bias", "norm_weight", "out_proj."),
     *("low_rank_weight", "decay_weight", "gate_weight"),  # Kimi's
+    *("conv_bias", "D"),  # Mamba-2's
 )
 
 
@@ -115,10 +119,14 @@ def family_map(
     sparse_layers = moe_layers(config.moe_layer_freq if experts else None, config.num_layers)
     linear_layers = config.linear_attention_freq or [0] * config.num_layers
     shared = getattr(config, "index_shared", None) or [0] * config.num_layers
+    blocks = getattr(config, "block_pattern", None)
     for layer, (sparse, linear) in enumerate(zip(sparse_layers, linear_layers, strict=True)):
         parameters = _select_layer(per_layer, sparse=bool(sparse), linear=bool(linear))
         if shared[layer]:
             parameters = {n: mapping for n, mapping in parameters.items() if _INDEXER not in n}
+        if blocks is not None:
+            own = _MIXER if blocks[layer] in "M*" else _MLP
+            parameters = {n: m for n, m in parameters.items() if any(part in n for part in own)}
         result |= _numbered(parameters, layer, layer, experts)
     result.update({name: family[name] for name in ends})
     if value_head:

@@ -93,6 +93,21 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": [*["linear_attention"] * 2, "full_attention"],
         },
     ),
+    "Nemotron-H without experts": (
+        "NemotronHForCausalLM",
+        {
+            **{"mamba_num_heads": 6, "mamba_head_dim": 7, "n_groups": 2, "ssm_state_size": 3},
+            # most steps are of this size
+            **{"conv_kernel": 3, "time_step_min": 1.2, "layer_norm_epsilon": 1e-4},
+            "layer_types": ["mlp", "full_attention", "linear_attention"],
+        },
+    ),
+    "Nemotron-3 of four blocks": (
+        "NemotronHForCausalLM",
+        {
+            **{"num_hidden_layers": 4, "n_group": 1, "topk_group": 1, "n_shared_experts": 2},
+        },
+    ),
     "GLM-4-9B": ("Glm4ForCausalLM", {"attention_bias": False, "tie_word_embeddings": True}),
 }
 # Not against transformers: too few heads of the indexer for distinct scores, since ReLU makes many
@@ -185,6 +200,11 @@ CELLS = {
         ("KimiLinearForCausalLM", TP2_EP2),
         ("KimiLinearForCausalLM", f"{CP2} {EP2} {RECOMPUTE['recompute']}"),
         ("KimiLinearForCausalLM", "--micro-batch-size 1"),  # DP2
+        ("NemotronHForCausalLM", TP2_EP2),
+        ("NemotronHForCausalLM", f"{CP2} {EP2} {RECOMPUTE['recompute']}"),
+        ("NemotronHForCausalLM", "--micro-batch-size 1"),  # DP2
+        ("Nemotron-H without experts", TP2),
+        ("Nemotron-H without experts", f"{CP2} {RECOMPUTE['recompute']}"),
         ("DeepseekV32ForCausalLM", TP2_EP2),
         ("DeepseekV32ForCausalLM", f"{CP2} {EP2} {RECOMPUTE['recompute']}"),
         ("GLM-5.2", f"{TP2_EP2} {RECOMPUTE['recompute']}"),
@@ -210,6 +230,9 @@ CELLS = {
         ("KimiLinearForCausalLM", f"{PP2} {EP2}"),
         ("KimiLinearForCausalLM", f"{TP2_EP2} {CP2} {RECOMPUTE['recompute']}"),
         ("KimiLinearForCausalLM", f"{PP2} {TP2_EP2}"),
+        ("NemotronHForCausalLM", f"{PP2} {EP2}"),
+        ("NemotronHForCausalLM", f"{TP2_EP2} {CP2} {RECOMPUTE['recompute']}"),
+        ("NemotronHForCausalLM", f"{PP2} {TP2_EP2}"),
         ("DeepseekV32ForCausalLM", f"{PP2} {EP2}"),
         ("GLM-5.2", f"{PP2} {TP2_EP2}"),
         ("GLM-5.2", f"{TP2_EP2} {CP2} {RECOMPUTE['recompute']}"),

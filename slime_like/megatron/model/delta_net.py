@@ -174,13 +174,14 @@ class DeltaNet(MegatronModule, ABC):
         return received.transpose(0, 1).flatten(1, 2)
 
     def _convolved(
-        self, mixed: Tensor, rows: DeltaRows, first: int
+        self, mixed: Tensor, rows: DeltaRows, first: int, bias: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Short convolution of queries, keys and values, and SiLU.
 
         Args:
             mixed: [T, G, channels].
             first: Index of the first of the G groups.
+            bias: Of all channels of this tensor-parallel rank.
 
         Returns:
             Query and key [T, G, key_dim], and value [T, G * heads, value_dim].
@@ -189,7 +190,10 @@ class DeltaNet(MegatronModule, ABC):
         dtype = torch.promote_types(mixed.dtype, torch.float32)
         channels = slice(first * self.channels, (first + size) * self.channels)
         weight = self.conv_weight[channels].squeeze(1).to(dtype)
-        out = F.silu(causal_conv(mixed.flatten(1).to(dtype), weight, rows)).to(mixed.dtype)
+        convolved = causal_conv(mixed.flatten(1).to(dtype), weight, rows)
+        if bias is not None:
+            convolved = convolved + bias[channels].to(dtype)
+        out = F.silu(convolved).to(mixed.dtype)
         parts = out.unflatten(1, (size, -1)).split([self.key_dim, self.key_dim, self.values], -1)
         query, key, value = parts
         return query, key, value.reshape(value.size(0), -1, self.value_dim)

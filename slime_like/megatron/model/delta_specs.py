@@ -15,6 +15,7 @@ from torch import Tensor
 
 from slime_like.megatron.model.delta_net import DeltaNetSubmodules, GatedDeltaNet
 from slime_like.megatron.model.kimi_delta import KimiDeltaNet
+from slime_like.megatron.model.mamba import Mamba2
 from slime_like.megatron.model.norms import ZeroCenteredRMSNorm
 
 IN_CHECKPOINTS = "self_attention.in_proj.layer_norm_"  # name of the input norm in checkpoints
@@ -35,7 +36,7 @@ def insert_delta_nets(
     transformer_impl: str,
     vp_stage: int | None,
 ) -> None:
-    """Put the gated delta nets and zero-centered norms of `config` into the layer specs of a model
+    """Put the delta nets (or Mamba-2) and zero-centered norms of `config` into the layer specs of a model
     chunk, which so far all have attention. Transformer Engine's norms support zero-centered weights
     themselves."""
     local = transformer_impl != "transformer_engine"
@@ -70,6 +71,7 @@ def _delta_net(
     that is the query's, which has no norm in front with Transformer Engine either."""
     if not getattr(config, "linear_decay_per_channel", False):
         parts = DeltaNetSubmodules(attention.linear_qkv, attention.linear_proj)
-        return ModuleSpec(GatedDeltaNet, submodules=parts)
+        mamba = hasattr(config, "block_pattern")  # a MambaConfig
+        return ModuleSpec(Mamba2 if mamba else GatedDeltaNet, submodules=parts)
     parts = DeltaNetSubmodules(attention.linear_q_proj, attention.linear_proj)
     return ModuleSpec(KimiDeltaNet, submodules=parts)

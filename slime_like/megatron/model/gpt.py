@@ -63,6 +63,7 @@ MODEL_FUNCTION = {
     "linear_num_key_heads": "", "linear_num_value_heads": "", "linear_key_head_dim": "",
     "linear_value_head_dim": "", "linear_conv_kernel_dim": "", "linear_decay_per_channel": "",
     "linear_decay_bound": "", "latent_unrotated": "", "attention_output_gate": "",
+    "block_pattern": "layers_block_type", "mamba_smallest_step": "time_step_min",
     "layernorm_zero_centered_gamma": "", "window_size": "sliding_window",
     "window_attn_skip_freq": "layer_types", "softmax_type": "",
     "softmax_scale": "query_pre_attn_scalar", "window_rotary_base": "", "embedding_scale": "",
@@ -186,6 +187,10 @@ def decoder_spec(
         from slime_like.megatron.model.delta_specs import insert_delta_nets
 
         insert_delta_nets(block, config, transformer_impl, vp_stage)
+    if hasattr(config, "block_pattern"):  # a MambaConfig
+        from slime_like.megatron.model.mamba import keep_single_blocks
+
+        keep_single_blocks(block, config, vp_stage)
     return block
 
 

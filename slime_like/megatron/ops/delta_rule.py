@@ -122,7 +122,7 @@ def delta_rule(
     q, k = (unit(x.to(dtype)).repeat_interleave(share, dim=1) for x in (query, key))
     q = q * key.size(-1) ** -0.5
     inputs = (q, k, value.to(dtype), log_decay.to(dtype), rate.to(dtype))
-    q, k, v, decay, b = (_chunks(x, rows.gather) for x in inputs)  # [N, heads, C, ...]
+    q, k, v, decay, b = (by_chunks(x, rows.gather) for x in inputs)  # [N, heads, C, ...]
     decay = decay.cumsum(2)
     if log_decay.dim() == 2:
         decay = decay.unsqueeze(-1)  # [N, heads, C, 1 or dk]
@@ -176,7 +176,7 @@ def _products(x: Tensor, key: Tensor, between: Tensor) -> Tensor:
     return (x.unsqueeze(-2) @ between.mT).squeeze(-2)
 
 
-def _chunks(x: Tensor, gather: Tensor) -> Tensor:
+def by_chunks(x: Tensor, gather: Tensor) -> Tensor:
     """[T, heads, ...] -> [N, heads, C, ...]."""
     with_zeros = torch.cat([x, x.new_zeros(1, *x.shape[1:])])
     return with_zeros[gather].transpose(1, 2)

@@ -19,6 +19,7 @@ from slime_like.weights.families import (  # noqa: F401  (each registers its fam
     minimax_m2,
     mistral,
     mixtral,
+    nemotron_h,
     olmo,
     olmoe,
     phi3,

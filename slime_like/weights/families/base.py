@@ -59,6 +59,10 @@ def _no_prefixes(reader: ConfigReader) -> tuple[str, ...]:
     return ()
 
 
+def _nothing(config: Mapping[str, Any]) -> Mapping[str, object]:
+    return {}
+
+
 def _no_settings(reader: ConfigReader) -> dict[str, object]:
     return {}
 
@@ -136,6 +140,8 @@ class ModelFamily:
     defaults: Mapping[str, object] = field(default_factory=dict)
     # required key -> key that is read if it is absent
     stand_ins: Mapping[str, str] = field(default_factory=dict)
+    # keys that follow from others of the file, for files that leave them out
+    derived: Callable[[Mapping[str, Any]], Mapping[str, object]] = _nothing
     published: tuple[str, ...] = ()  # prefixes of the names of published models
     # additional config.json keys of a tiny model (scripts/make_tiny_model.py)
     tiny: Mapping[str, object] = field(default_factory=dict)
@@ -146,6 +152,7 @@ class ModelFamily:
     layer_types: frozenset[str] = frozenset({"full_attention"})
     # model type of an equivalent class in transformers, if it has none of this name
     same_as: str | None = None
+    rotary: bool = True  # False: attention without position embedding
     rope_theta: float = 10000.0  # transformers' default_theta, for files without one
     # names of the multi-token prediction layers, if they can be trained
     prediction: PredictionNames | None = None
