@@ -27,6 +27,7 @@ ORDER = (
     "torch_norm_sp",
     "recompute_no_te",
     "moe_no_te",
+    "latent_moe_no_te",
     "moe_permute",
     "mla_no_te",
     "mla_tp_grads",

@@ -35,6 +35,7 @@ class Sizes:
     experts: int = 0  # of an expert layer
     expert_ffn: int = 0  # inner size of one expert
     shared_ffn: int = 0  # inner size of the shared expert
+    expert_latent: int = 0  # of the projection that experts work on; 0: on the hidden state
     # multi-head latent attention: ranks of the query and key-value compressions, and the number of
     # rotary dimensions
     q_latent: int = 0
@@ -51,6 +52,10 @@ class Sizes:
     # indexer of sparse attention: number of query heads, size of a query head and of the key
     index_heads: int = 0
     index_dim: int = 0
+
+    @property
+    def expert_hidden(self) -> int:
+        return self.expert_latent or self.hidden
 
     @property
     def query(self) -> int:
@@ -244,16 +249,17 @@ class JoinedProjection(Mapping):
 
 @dataclass(frozen=True)
 class RowParallel(Mapping):
-    """[hidden, inner], sharded along the input dimension: a projection back into the residual
+    """[rows, inner], sharded along the input dimension: a projection back into the residual
     stream."""
 
     hf: str
-    inner: str  # a field of Sizes
+    inner: str  # fields of Sizes
+    rows: str = "hidden"
     dim: ClassVar[int] = 1
     linear: ClassVar[bool] = True
 
     def hf_shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
-        return {self.hf: (sizes.hidden, getattr(sizes, self.inner))}
+        return {self.hf: (getattr(sizes, self.rows), getattr(sizes, self.inner))}
 
     def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[TensorPart]:
         return [TensorPart(self.hf, *shard_bounds(getattr(sizes, self.inner), tp_rank, tp_size))]

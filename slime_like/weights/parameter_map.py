@@ -20,7 +20,7 @@ from arguments.schema import GPTModelConfig
 from slime_like.images.settings import VisionSettings
 from slime_like.images.tower import name_in_file, tower_shapes
 from slime_like.weights.families import EMBEDDING, OUTPUT_LAYER, ModelFamily, model_families
-from slime_like.weights.families.base import ATTENTION, PredictionNames
+from slime_like.weights.families.base import ATTENTION, MLP, PredictionNames
 from slime_like.weights.mappings import (
     ColumnParallel,
     Mapping,
@@ -75,8 +75,10 @@ _QKV_BIAS = f"{ATTENTION}.linear_qkv.bias"
 _QK_NORMS = (f"{ATTENTION}.q_layernorm.weight", f"{ATTENTION}.k_layernorm.weight")
 _INDEXER = ".self_attention.indexer."  # buffers: the indexer is not trained
 # parts of names of a layer that is one block
-_MIXER = (".input_layernorm.", ".self_attention.")
-_MLP = (".pre_mlp_layernorm.", ".mlp.")
+_MIXER_PARTS = (".input_layernorm.", ".self_attention.")
+_MLP_PARTS = (".pre_mlp_layernorm.", ".mlp.")
+_LATENT_EXPERTS = tuple(f"{MLP}.fc{number}_latent_proj.weight" for number in (1, 2))
+_EXPERT_LAYERS = ("router.", "experts.", "shared_experts.", "fc1_latent_proj.", "fc2_latent_proj.")
 _DELTA_NET = (
     *("in_proj.", "conv_weight", "A_log", "dt_bias", "norm_weight", "out_proj."),
     *("low_rank_weight", "decay_weight", "gate_weight"),  # Kimi's
@@ -125,7 +127,7 @@ def family_map(
         if shared[layer]:
             parameters = {n: mapping for n, mapping in parameters.items() if _INDEXER not in n}
         if blocks is not None:
-            own = _MIXER if blocks[layer] in "M*" else _MLP
+            own = _MIXER_PARTS if blocks[layer] in "M*" else _MLP_PARTS
             parameters = {n: m for n, m in parameters.items() if any(part in n for part in own)}
         result |= _numbered(parameters, layer, layer, experts)
     result.update({name: family[name] for name in ends})
@@ -151,6 +153,9 @@ def tower_map(vision: VisionSettings) -> dict[str, Mapping]:
 def _configured(family: ModelFamily, config: TransformerConfig) -> dict[str, Mapping]:
     """The family's parameters without those that this model does not have."""
     parameters = dict(family.parameters)
+    if not config.moe_latent_size:
+        for name in _LATENT_EXPERTS:
+            parameters.pop(name, None)
     if config.multi_latent_attention:
         if config.transformer_impl == "transformer_engine":
             for name in _DOWN_PROJECTIONS:
@@ -216,7 +221,7 @@ def _of_sparse_layers(name: str) -> bool | None:
     """Whether a parameter belongs to MoE layers only (True), to dense layers only (False), or to
     all (None)."""
     _, in_mlp, rest = name.partition(".mlp.")
-    return rest.startswith(("router.", "experts.", "shared_experts.")) if in_mlp else None
+    return rest.startswith(_EXPERT_LAYERS) if in_mlp else None
 
 
 def _of_delta_nets(name: str) -> bool | None:
@@ -264,6 +269,7 @@ def model_sizes(config: TransformerConfig, gpt: GPTModelConfig) -> Sizes:
         experts=config.num_moe_experts or 0,
         expert_ffn=config.moe_ffn_hidden_size or 0,
         shared_ffn=config.moe_shared_expert_intermediate_size or 0,
+        expert_latent=config.moe_latent_size or 0,
         **_latent_sizes(config),
         **_delta_sizes(config),
         index_heads=getattr(config, "index_n_heads", 0),

@@ -102,10 +102,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["mlp", "full_attention", "linear_attention"],
         },
     ),
-    "Nemotron-3 of four blocks": (
+    "Nemotron-3-Super": (
         "NemotronHForCausalLM",
         {
-            **{"num_hidden_layers": 4, "n_group": 1, "topk_group": 1, "n_shared_experts": 2},
+            **{"num_hidden_layers": 4, "n_group": 1, "topk_group": 1, "moe_latent_size": 20},
         },
     ),
     "GLM-4-9B": ("Glm4ForCausalLM", {"attention_bias": False, "tie_word_embeddings": True}),
@@ -203,6 +203,8 @@ CELLS = {
         ("NemotronHForCausalLM", TP2_EP2),
         ("NemotronHForCausalLM", f"{CP2} {EP2} {RECOMPUTE['recompute']}"),
         ("NemotronHForCausalLM", "--micro-batch-size 1"),  # DP2
+        ("Nemotron-3-Super", TP2_EP2),
+        ("Nemotron-3-Super", f"{CP2} {EP2}"),
         ("Nemotron-H without experts", TP2),
         ("Nemotron-H without experts", f"{CP2} {RECOMPUTE['recompute']}"),
         ("DeepseekV32ForCausalLM", TP2_EP2),
@@ -232,7 +234,7 @@ CELLS = {
         ("KimiLinearForCausalLM", f"{PP2} {TP2_EP2}"),
         ("NemotronHForCausalLM", f"{PP2} {EP2}"),
         ("NemotronHForCausalLM", f"{TP2_EP2} {CP2} {RECOMPUTE['recompute']}"),
-        ("NemotronHForCausalLM", f"{PP2} {TP2_EP2}"),
+        ("Nemotron-3-Super", f"{PP2} {TP2_EP2}"),
         ("DeepseekV32ForCausalLM", f"{PP2} {EP2}"),
         ("GLM-5.2", f"{PP2} {TP2_EP2}"),
         ("GLM-5.2", f"{TP2_EP2} {CP2} {RECOMPUTE['recompute']}"),

@@ -55,7 +55,7 @@ MODEL_FUNCTION = {
     "moe_router_topk_scaling_factor": "routed_scaling_factor", "moe_router_num_groups": "n_group",
     "moe_router_group_topk": "topk_group", "moe_router_enable_expert_bias": "",
     "moe_shared_expert_intermediate_size": "shared_expert_intermediate_size",
-    "moe_shared_expert_gate": "", "multi_latent_attention": "", "q_lora_rank": "",
+    "moe_shared_expert_gate": "", "moe_latent_size": "", "multi_latent_attention": "", "q_lora_rank": "",
     "kv_lora_rank": "", "qk_head_dim": "qk_nope_head_dim",
     "qk_pos_emb_head_dim": "qk_rope_head_dim", "v_head_dim": "", "rope_type": "",
     "rotary_scaling_factor": "", "original_max_position_embeddings": "", "beta_fast": "",

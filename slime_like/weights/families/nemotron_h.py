@@ -1,5 +1,6 @@
 """Nemotron-H and Nemotron 3: layers of one block each, Mamba-2 (megatron/model/mamba.py), attention
-without position embedding, an MLP with squared ReLU, or DeepSeek-V3's routing to such MLPs.
+without position embedding, an MLP with squared ReLU, or DeepSeek-V3's routing to such MLPs,
+in Nemotron-3-Super on a projection of the hidden state.
 
 The published file has the blocks as letters in `hybrid_override_pattern`; transformers 5 saves
 their names in `layers_block_type`.
@@ -58,7 +59,7 @@ EXPERT_KEYS = frozenset(
     {
         *("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts"),
         *("moe_shared_expert_intermediate_size", "n_group", "topk_group", "norm_topk_prob"),
-        *("routed_scaling_factor", "moe_shared_expert_overlap"),
+        *("routed_scaling_factor", "moe_shared_expert_overlap", "moe_latent_size"),
     }
 )
 FIXED = {
@@ -99,11 +100,6 @@ def nemotron_settings(reader: ConfigReader) -> dict[str, object]:
     heads = sizes["linear_num_value_heads"]
     if heads % groups:
         reader.refuse(f"n_groups {groups} does not divide mamba_num_heads {heads}")
-    if (latent := reader.config.get("moe_latent_size")) is not None:
-        reader.refuse(
-            f"moe_latent_size {latent!r} is not supported: experts on a projection of the hidden "
-            "state; models without it, as Nemotron-3-Nano, are"
-        )
     layers = reader.number("num_hidden_layers")
     pattern = _pattern(reader.config)
     if pattern is None:
@@ -127,6 +123,7 @@ def nemotron_settings(reader: ConfigReader) -> dict[str, object]:
         "gated_linear_unit": False,
         "activation_func": "squared_relu",
     }
+    latent = reader.config.get("moe_latent_size") is not None
     if "E" not in pattern:
         return settings
     return {
@@ -134,6 +131,7 @@ def nemotron_settings(reader: ConfigReader) -> dict[str, object]:
         **sigmoid_experts(reader),
         "moe_layer_freq": [int(letter == "E") for letter in pattern],
         "moe_shared_expert_intermediate_size": reader.number("moe_shared_expert_intermediate_size"),
+        "moe_latent_size": reader.number("moe_latent_size") if latent else None,
     }
 
 
@@ -226,10 +224,16 @@ PARAMETERS: dict[str, Mapping] = {
     f"{MLP}.router.weight": ReplicatedRows(f"{MIXER}.gate.weight", "experts"),
     f"{MLP}.router.expert_bias": Replicated(f"{MIXER}.gate.e_score_correction_bias", "experts"),
     f"{EXPERT}.linear_fc1.weight": ColumnParallel(
-        f"{MIXER}.experts.{{expert}}.up_proj.weight", "expert_ffn"
+        f"{MIXER}.experts.{{expert}}.up_proj.weight", "expert_ffn", "expert_hidden"
     ),
     f"{EXPERT}.linear_fc2.weight": RowParallel(
-        f"{MIXER}.experts.{{expert}}.down_proj.weight", "expert_ffn"
+        f"{MIXER}.experts.{{expert}}.down_proj.weight", "expert_ffn", "expert_hidden"
+    ),
+    f"{MLP}.fc1_latent_proj.weight": ReplicatedRows(
+        f"{MIXER}.fc1_latent_proj.weight", "expert_hidden"
+    ),
+    f"{MLP}.fc2_latent_proj.weight": ReplicatedRows(
+        f"{MIXER}.fc2_latent_proj.weight", "hidden", "expert_hidden"
     ),
     f"{MLP}.shared_experts.linear_fc1.weight": ColumnParallel(
         f"{MIXER}.shared_experts.up_proj.weight", "shared_ffn"
@@ -249,7 +253,6 @@ register_model_family(
         required=("num_key_value_heads", "head_dim", *SIZES.values()),
         keys=frozenset(
             {BLOCKS, PATTERN, *SIZES.values(), *FIXED, "time_step_min", "layer_norm_epsilon"}
-            | {"moe_latent_size"}
         )
         | EXPERT_KEYS
         | UNUSED,

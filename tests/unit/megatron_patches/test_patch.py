@@ -150,6 +150,7 @@ def test_on_cuda_without_transformer_engine_only_the_other_patches_are_due(
             "torch_norm_sp",
             "recompute_no_te",
             "moe_no_te",
+            "latent_moe_no_te",
             "moe_permute",
             "mla_no_te",
             "mla_tp_grads",
@@ -229,6 +230,7 @@ TARGETS = [
     ("torch_norm_sp", "transformer.torch_norm", "WrappedTorchNorm.__new__"),
     ("recompute_no_te", "tensor_parallel.random", "CheckpointWithoutOutput.__init__"),
     ("moe_no_te", "transformer.moe.moe_utils", "RouterGatingLinearFunction.forward"),
+    ("latent_moe_no_te", "transformer.moe.moe_layer", "MoELayer.__init__"),
     ("mla_no_te", "transformer.multi_latent_attention", "MultiLatentAttention.__init__"),
     ("mla_tp_grads", "transformer.multi_latent_attention", "MLASelfAttention.__init__"),
     (
