@@ -237,6 +237,7 @@ MOST_LAYERS = 10_000
 Number = Annotated[float, Field(gt=-LARGEST, lt=LARGEST)]  # neither NaN nor infinite
 Count = Annotated[int, Field(ge=0, le=MOST_LAYERS)]
 Names = Annotated[list[str], Field(max_length=MOST_LAYERS, fail_fast=True)]
+Letters = Annotated[str, Field(max_length=MOST_LAYERS)]
 Integers = Annotated[list[int], Field(max_length=MOST_LAYERS, fail_fast=True)]
 
 
@@ -275,7 +276,7 @@ class ConfigTypes(TypedDict, total=False):
     layer_types: Names | None
     layers_block_type: Names | None
     mtp_layers_block_type: Names | None
-    hybrid_override_pattern: str | None
+    hybrid_override_pattern: Letters | None
     indexer_types: Names | None
     mlp_layer_types: Names | None
     mlp_only_layers: Integers | None

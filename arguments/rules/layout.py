@@ -45,8 +45,8 @@ def check_tensor_parallel(s: LayoutSettings) -> list[Problem]:
 
 
 def check_delta_net_parallel(s: LayoutSettings) -> list[Problem]:
-    """For gated delta nets, tensor- times context-parallel size must divide the number of key
-    heads: each rank computes complete groups of full sequences."""
+    """For gated delta nets and Mamba-2, tensor- times context-parallel size must divide the number
+    of key heads or groups: each rank computes complete groups of full sequences."""
     if not s.core.get("linear_attention_freq"):
         return []
     heads = s.core["linear_num_key_heads"]
@@ -54,7 +54,8 @@ def check_delta_net_parallel(s: LayoutSettings) -> list[Problem]:
     context = s.parallel.context_parallel_size
     if heads % (tensor * context) == 0:
         return []
-    message = f"x --context-parallel-size {context} must divide linear_num_key_heads {heads}"
+    name = "n_groups" if s.core.get("block_pattern") else "linear_num_key_heads"
+    message = f"x --context-parallel-size {context} must divide {name} {heads}"
     return problem("tensor_model_parallel_size", tensor, message)
 
 

@@ -217,6 +217,8 @@ def _absent_modules(model: HfModel) -> tuple[str, ...]:
         parameters = model_families.get(model.architecture).parameters.values()
         others = MLP if any(".w1." in str(mapping) for mapping in parameters) else MIXTRAL_MLP
         stacked = any("gate_up_proj" in str(mapping) for mapping in parameters)
+        if not model.transformer["gated_linear_unit"]:
+            return (*LATENT_ATTENTION, *others, MLP[0])
         return (*LATENT_ATTENTION, *others, *(MLP[:2] if stacked else ()))
     queries = ("q_proj",) if model.transformer["q_lora_rank"] else ("q_a_proj", "q_b_proj")
     absent = (*queries, "k_proj", "v_proj", *MIXTRAL_MLP)

@@ -71,7 +71,8 @@ def forward_flops(config: TransformerConfig, gpt: GPTModelConfig) -> ForwardFlop
     heads = config.num_attention_heads
     gated = 3 if config.gated_linear_unit else 2
     deltas = sum(config.linear_attention_freq or [])
-    attentions = config.num_layers - deltas
+    blocks = getattr(config, "block_pattern", "")  # of layers that are one block
+    attentions = blocks.count("*") if blocks else config.num_layers - deltas
     if config.multi_latent_attention:
         weights = attentions * latent_matrices(config)
         widths = config.qk_head_dim + config.qk_pos_emb_head_dim + config.v_head_dim
@@ -84,12 +85,15 @@ def forward_flops(config: TransformerConfig, gpt: GPTModelConfig) -> ForwardFlop
         mixing = deltas * _delta_rule(config)
     experts = config.num_moe_experts
     sparse = sum(moe_layers(config.moe_layer_freq if experts else None, config.num_layers))
-    weights += (config.num_layers - sparse) * gated * hidden * config.ffn_hidden_size
+    dense = blocks.count("-") if blocks else config.num_layers - sparse
+    weights += dense * gated * hidden * config.ffn_hidden_size
     if experts:
         inner = config.moe_router_topk * (config.moe_ffn_hidden_size or config.ffn_hidden_size)
         shared = config.moe_shared_expert_intermediate_size or 0
         gate = hidden if shared and config.moe_shared_expert_gate else 0
-        weights += sparse * (gated * hidden * (inner + shared) + gate + hidden * experts)
+        latent = config.moe_latent_size or 0
+        own = gated * ((latent or hidden) * inner + hidden * shared)
+        weights += sparse * (own + gate + hidden * experts + 2 * hidden * latent)
     # sparse attention, in which a token attends to at most this many tokens
     chosen = getattr(config, "index_topk", 0)
     near = attentions if chosen else windowed_layers(config)
@@ -120,10 +124,12 @@ def step_flops(flops: ForwardFlops, lengths: Iterable[int], head_rows: float) ->
 
 def _delta_rule(config: TransformerConfig) -> float:
     """FLOPs per token in one delta net: its convolution, and for each head three products with its
-    state, to read, correct and read again (arXiv 2412.06464, equation 10)."""
+    state, to read, correct and read again (arXiv 2412.06464, equation 10). Mamba-2 writes without
+    reading: two products."""
     state = config.linear_key_head_dim * config.linear_value_head_dim
     convolution = 2 * config.linear_conv_kernel_dim * delta_channels(config)
-    return float(convolution + 6 * config.linear_num_value_heads * state)
+    products = 2 if hasattr(config, "block_pattern") else 3
+    return float(convolution + 2 * products * config.linear_num_value_heads * state)
 
 
 def peak_tflops(device: str) -> float | None:

@@ -157,9 +157,9 @@ def run_stage(rank: OneRank, tokens: int, *, gpu: bool) -> Passes:
     unit = config.recompute_num_layers or 1
     if config.recompute_granularity != "full" or len(layers) < unit:
         unit = 1
-    kinds: dict[tuple[bool, bool], list[object]] = {}
+    kinds: dict[tuple[type, type], list[object]] = {}
     for layer in layers:
-        kind = hasattr(layer.mlp, "router"), isinstance(layer.self_attention, DeltaNet)
+        kind = type(layer.mlp), type(layer.self_attention)
         kinds.setdefault(kind, []).append(layer)
     units = [(of_kind * unit)[:unit] for of_kind in kinds.values()]
     minimal = list(chain.from_iterable(units))
@@ -195,7 +195,7 @@ def run_micro_batch(
     model.decoder.num_layers_per_pipeline_rank = len(layers)
     attend_to_rows(layers, 1 if gpu else layout.cp_size)
     if any(isinstance(layer.self_attention, DeltaNet) for layer in layers):
-        mix_rows(layers, None if gpu else meta_rows(packed, config))
+        mix_rows(layers, meta_rows(packed, config), gpu=gpu)
     clear_rotary_caches(model)
     in_this_thread = torch.autograd.set_multithreading_enabled(False)  # as modes are
     with torch.compiler.set_stance("force_eager"), in_this_thread, _Kernels(gpu), live:
@@ -317,12 +317,12 @@ def meta_rows(packed: PackedRows, config: TransformerConfig) -> DeltaRows:
     )
 
 
-def mix_rows(layers: list[TransformerLayer], rows: DeltaRows | None) -> None:
-    """Simulate delta nets on the meta device. rows: row layout for plain torch; None: stand-in for
-    flash-linear-attention's kernels."""
+def mix_rows(layers: list[TransformerLayer], rows: DeltaRows, *, gpu: bool) -> None:
+    """Simulate delta nets on the meta device. rows: row layout for plain torch. gpu: with a
+    stand-in for flash-linear-attention's kernels."""
 
     def mix(net: DeltaNet, x: Tensor) -> Tensor:
-        if rows is not None:
+        if not (gpu and net.has_kernels):
             return net.mix(x, rows, first=0)
         weights = (net.conv_weight, net.A_log, net.dt_bias, net.norm_weight)
         out: Tensor = _Delta.apply(x, net.values, net.decays, *weights)

@@ -29,8 +29,11 @@ class ModelShape:
     experts: tuple[bool, ...]  # whether each layer is an MoE layer
     tied: bool
     hidden: int
-    delta: int = 0  # of a delta net and norms
-    delta_nets: int = 0  # number of layers with a delta net instead of attention
+    delta: int = 0  # of a delta net or Mamba-2, and norms
+    delta_nets: int = 0  # number of layers with one of them instead of attention
+    # number of layers without attention or delta net, and without MLP, where layers are one block
+    only_mlp: int = 0
+    only_mixer: int = 0
     tower: int = 0  # of the vision tower, which text does not pass
 
     @property
@@ -39,8 +42,8 @@ class ModelShape:
 
     @property
     def other_parameters(self) -> int:
-        dense_layers = len(self.experts) - sum(self.experts)
-        layers = (len(self.experts) - self.delta_nets) * self.attention
+        dense_layers = len(self.experts) - sum(self.experts) - self.only_mixer
+        layers = (len(self.experts) - self.delta_nets - self.only_mlp) * self.attention
         layers += self.delta_nets * self.delta + dense_layers * self.dense
         layers += sum(self.experts) * self.shared
         return layers + self.vocabulary * (1 if self.tied else 2) + self.hidden
@@ -64,33 +67,42 @@ def shape_of(config: TransformerConfig, gpt: GPTModelConfig) -> ModelShape:
     further = ("post_self_attn_layernorm", "post_mlp_layernorm")  # norms of `LayerConfig`
     norms = 0 if getattr(config, "without_pre_norms", False) else 2
     norms += sum(bool(getattr(config, name, False)) for name in further)
+    blocks = getattr(config, "block_pattern", "")
+    norm_of_mlp = 0  # counted with attention
+    if blocks:
+        norms = 1
+        norm_of_mlp = norm
     attention = norms * norm + (
         _latent(config) if config.multi_latent_attention else _heads(config)
     )
 
-    def mlp(inner: int) -> int:
-        own = gated * hidden * inner
-        return own + ((gated - 1) * inner + hidden if bias else 0)
+    def mlp(inner: int, width: int = hidden) -> int:
+        own = gated * width * inner
+        return own + ((gated - 1) * inner + width if bias else 0)
 
     experts = config.num_moe_experts or 0
     inner = config.moe_ffn_hidden_size or config.ffn_hidden_size
+    latent = config.moe_latent_size or 0
     shared = experts * (hidden + bias)  # the router; an expert bias is a buffer
+    shared += norm_of_mlp + 2 * hidden * latent
     if config.moe_shared_expert_intermediate_size:
         shared += mlp(config.moe_shared_expert_intermediate_size)
         shared += hidden if config.moe_shared_expert_gate else 0
     return ModelShape(
         attention=attention,
-        dense=mlp(config.ffn_hidden_size),
+        dense=norm_of_mlp + mlp(config.ffn_hidden_size),
         shared=shared,
-        expert=mlp(inner),
+        expert=mlp(inner, latent or hidden),
         vocabulary=(gpt.vocab_size or 0) * hidden,
         num_experts=experts,
         topk=config.moe_router_topk if experts else 0,
         experts=tuple(moe_layers(config.moe_layer_freq if experts else None, config.num_layers)),
         tied=not gpt.untie_embeddings_and_output_weights,
         hidden=norm,
-        delta=2 * norm + _delta_net(config),
+        delta=norms * norm + _delta_net(config),
         delta_nets=sum(config.linear_attention_freq or []),
+        only_mlp=blocks.count("-") + blocks.count("E"),
+        only_mixer=blocks.count("M") + blocks.count("*"),
         tower=0 if gpt.vision is None else sum(map(math.prod, tower_shapes(gpt.vision).values())),
     )
 
@@ -124,15 +136,16 @@ def _heads(config: TransformerConfig) -> int:
 
 
 def delta_matrices(config: TransformerConfig) -> int:
-    """Weights of a delta net's projections: of a gated one, or of Kimi's, with decays and gates of
-    low rank."""
+    """Weights of a delta net's projections: of a gated one, of Kimi's, with decays and gates of low
+    rank, or of Mamba-2."""
     heads = config.linear_num_value_heads
     width = heads * config.linear_value_head_dim
     hidden = config.hidden_size
     if getattr(config, "linear_decay_per_channel", False):
         low_rank = 2 * config.linear_key_head_dim * (hidden + width)
         return int(hidden * (delta_channels(config) + width + heads) + low_rank)
-    return int(hidden * (delta_channels(config) + 2 * width + 2 * heads))
+    rates = 0 if hasattr(config, "block_pattern") else heads  # Mamba-2 has decays alone
+    return int(hidden * (delta_channels(config) + 2 * width + heads + rates))
 
 
 def delta_channels(config: TransformerConfig) -> int:
@@ -143,9 +156,13 @@ def delta_channels(config: TransformerConfig) -> int:
 
 def _delta_net(config: TransformerConfig) -> int:
     """A delta net (arXiv 2412.06464, or 2510.26692 with a decay per channel): its projections, the
-    convolution, a decay rate per head, a bias per decay, the norm of a head."""
+    convolution, a decay rate per head, a bias per decay, the norm of a head. Mamba-2 (arXiv
+    2405.21060) has a bias of the convolution, a skip per head, and a norm of all heads."""
     convolution = delta_channels(config) * config.linear_conv_kernel_dim
     heads = config.linear_num_value_heads
+    if hasattr(config, "block_pattern"):
+        own = delta_channels(config) + 3 * heads + heads * config.linear_value_head_dim
+        return int(delta_matrices(config) + convolution + own)
     per_channel = getattr(config, "linear_decay_per_channel", False)
     decays = heads * (config.linear_key_head_dim if per_channel else 1)
     own = heads + decays + config.linear_value_head_dim

@@ -52,6 +52,7 @@ class DeltaNet(MegatronModule, ABC):
     """
 
     per_channel = False  # a decay for each channel of the key
+    has_kernels = True  # flash-linear-attention's, on a GPU
 
     def __init__(
         self,

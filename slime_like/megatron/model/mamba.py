@@ -35,6 +35,8 @@ class Mamba2(DeltaNet):
     conv_bias: [groups * channels]. D: [heads], of the skip term. norm_weight: [groups * values].
     """
 
+    has_kernels = False
+
     @property
     def widths(self) -> tuple[int, ...]:
         """Columns of the input projection per group, by what they are."""

@@ -17,13 +17,14 @@ megatron_patches.apply()
 
 from megatron.core.utils import unwrap_model  # noqa: E402
 
+from slime_like.megatron.model import mamba  # noqa: E402
 from slime_like.preflight.fake_world import world_as_rank  # noqa: E402
 from slime_like.preflight.flops import TERA, ForwardFlops, forward_flops, peak_tflops  # noqa: E402
 from slime_like.preflight.one_rank import build_rank  # noqa: E402
 from slime_like.preflight.passes import run_micro_batch  # noqa: E402
 from slime_like.trainer.factory import make_throughput  # noqa: E402
 from tests.unit.command_lines import complete, problems_of  # noqa: E402
-from tests.unit.preflight.test_check import DELTA_NETS, GLM4, KIMI, MINIMAX, MOE, tiny  # noqa: E402
+from tests.unit.preflight.test_check import DELTA_NETS, GLM4, KIMI, MINIMAX, MOE, NEMOTRON, tiny  # noqa: E402
 
 TOKENS = 64
 LATENT = {
@@ -45,6 +46,7 @@ LATENT = {
         pytest.param({}, id="dense"),
         pytest.param(DELTA_NETS, id="experts and delta nets"),
         pytest.param(KIMI, id="Kimi delta attention"),
+        pytest.param(NEMOTRON, id="Mamba-2"),
         pytest.param(LATENT, id="latent"),
         pytest.param(MOE, marks=pytest.mark.extended, id="experts"),
         pytest.param({**LATENT, "q_lora_rank": None}, marks=pytest.mark.extended, id="whole q"),
@@ -52,9 +54,13 @@ LATENT = {
         pytest.param(GLM4, marks=pytest.mark.extended, id="GLM-4"),
     ],
 )
-def test_products_with_weights(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_products_with_weights(
+    tmp_path: Path, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Forward and backward through megatron-core's own modules: three times the formula. Attention
     and delta rules are not computed there, and the model ends at hidden states."""
+    # Mamba-2 has no kernel, for which a pass has a stand-in
+    monkeypatch.setattr(mamba, "state_space", lambda read, write, x, *_: x.float())
     config = tiny(tmp_path, changes=changes, world=1)
     with world_as_rank(config.parallel, virtual_stages=None, rank=0, world_size=1) as layout:
         built = build_rank(config.megatron, config.gpt, layout, gpu=True)
@@ -67,8 +73,8 @@ def test_products_with_weights(tmp_path: Path, changes: dict[str, Any]) -> None:
 
 
 def test_attention_and_delta_rules(tmp_path: Path) -> None:
-    """By hand: 4 layers of 4 heads of 16 numbers; a half of them delta nets; latent heads of
-    12 + 8 and 12."""
+    """By hand: 4 layers of 4 heads of 16 numbers; a half of them delta nets; one, and two of
+    Mamba-2; latent heads of 12 + 8 and 12."""
     dense = forward_flops(
         tiny(tmp_path, world=1).megatron.transformer, SimpleNamespace(vocab_size=0)
     )  # type: ignore[arg-type]
@@ -78,6 +84,11 @@ def test_attention_and_delta_rules(tmp_path: Path) -> None:
     channels = 2 * 2 * 12 + 4 * 10
     assert mixed.pair == dense.pair / 2
     assert mixed.mixing == 2 * (2 * 4 * channels + 6 * 4 * 12 * 10)
+    config = tiny(tmp_path, changes=NEMOTRON, world=1)
+    mixed = forward_flops(config.megatron.transformer, config.gpt)
+    channels = 2 * 2 * 12 + 4 * 10
+    assert mixed.pair == dense.pair / 4
+    assert mixed.mixing == 2 * (2 * 4 * channels + 4 * 4 * 12 * 10)
     config = tiny(tmp_path, changes=LATENT, world=1)
     assert forward_flops(config.megatron.transformer, config.gpt).pair == 4 * 4 * 2 * (12 + 8 + 12)
 
