@@ -303,6 +303,19 @@ def test_kimi_in_layouts(alone: Any, kimi: dict[str, str], tmp_path: Path) -> No
     compare_layouts(layouts, one, kimi, tmp_path)
 
 
+@pytest.mark.slow
+def test_blocks_of_nemotron_in_layouts(alone: Any, files: dict[str, str], tmp_path: Path) -> None:
+    """Attention, an MLP without a gate, and experts on a latent; Mamba-2 has no adapter."""
+    folder = Path(files["model"]).parent / "nemotron"
+    make_tiny_model("NemotronHForCausalLM", folder, num_hidden_layers=4, moe_latent_size=20)
+    make_rollouts(f"{folder}/rollout_{{rollout_id}}")
+    nemotron = {**files, "model": str(folder)}
+    one = worker.train(nemotron["model"], alone, EVERYTHING)
+    assert {name.split(".")[2] for name in one["factors"] if "layers" in name} == {"1", "2", "3"}
+    layouts = {f"Nemotron {name}": f"{EVERYTHING} {f}" for name, f in LATENT_LAYOUTS.items()}
+    compare_layouts(layouts, one, nemotron, tmp_path)
+
+
 def test_one_process_takes_the_steps_of_peft(
     alone: Any, files: dict[str, str], tmp_path: Path
 ) -> None:

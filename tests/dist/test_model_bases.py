@@ -69,6 +69,8 @@ CELLS = {
         ("Qwen3NextForCausalLM", f"{PP2} --decoder-last-pipeline-num-layers 1"),
         ("Qwen3NextForCausalLM", f"{CP2} {EP2}"),
         ("KimiLinearForCausalLM", f"{TP2_EP2} {WHOLE} uniform --recompute-num-layers 2"),
+        ("Nemotron-3-Super", f"{TP2_EP2} {WHOLE} uniform --recompute-num-layers 2"),
+        ("Nemotron-H without experts", f"{PP2} --decoder-last-pipeline-num-layers 1"),
         ("GLM-5.2", f"{TP2_EP2}"),
         ("Gemma3ForCausalLM", f"{CP2}"),
         ("DeepseekV3ForCausalLM", f"{PP2} --mtp-num-layers 1"),
@@ -90,8 +92,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     for name in {name for cells in CELLS.values() for name, _ in cells}:
         like, changes = FAMILIES[name]
         more = {"num_nextn_predict_layers": 1} if like == "DeepseekV3ForCausalLM" else {}
-        found[name] = str(folder / name)
-        make_tiny_model(like, folder / name, **{**changes, **more, "num_hidden_layers": 4})
+        found[name] = str(folder / name.replace(" ", "-"))
+        changes = {**changes, **more, "num_hidden_layers": 4}
+        if "layer_types" in changes:
+            changes["layer_types"] = [*changes["layer_types"], "full_attention"]
+        make_tiny_model(like, Path(found[name]), **changes)
     return found
 
 
