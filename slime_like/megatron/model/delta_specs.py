@@ -1,4 +1,4 @@
-"""Delta nets in layer specs, and the gated attention and zero-centered norms of such models."""
+"""Delta nets and Mamba-2 in layer specs, gated attention and zero-centered norms of such models."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def insert_delta_nets(
     transformer_impl: str,
     vp_stage: int | None,
 ) -> None:
-    """Put the delta nets (or Mamba-2) and zero-centered norms of `config` into the layer specs of a model
-    chunk, which so far all have attention. Transformer Engine's norms support zero-centered weights
-    themselves."""
+    """Put the delta nets or Mamba-2, and the zero-centered norms, of `config` into the layer specs
+    of a model chunk, which so far all have attention. Transformer Engine's norms support
+    zero-centered weights themselves."""
     local = transformer_impl != "transformer_engine"
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     for number, layer in enumerate(block.layer_specs):

@@ -215,7 +215,7 @@ PARAMETERS: dict[str, Mapping] = {
     f"{ATTENTION}.norm_weight": PerValue(f"{MIXER}.norm.weight"),
     f"{ATTENTION}.out_proj.weight": RowParallel(f"{MIXER}.out_proj.weight", "delta_output"),
     f"{ATTENTION}.linear_qkv.weight": QKV(
-        *(f"{MIXER}.{part}_proj.weight" for part in ("q", "k", "v"))
+        f"{MIXER}.q_proj.weight", f"{MIXER}.k_proj.weight", f"{MIXER}.v_proj.weight"
     ),
     f"{ATTENTION}.linear_proj.weight": RowParallel(f"{MIXER}.o_proj.weight", "query"),
     "decoder.layers.{layer}.pre_mlp_layernorm.weight": Replicated(f"{LAYER}.norm.weight"),
