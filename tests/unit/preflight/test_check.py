@@ -212,6 +212,20 @@ def test_formula_of_parameters(tmp_path: Path, changes: dict[str, Any]) -> None:
     assert shape.total + (384 - 320) * 64 * (1 if shape.tied else 2) == real
 
 
+def test_parameters_of_nemotron_3_nano(tmp_path: Path) -> None:
+    """As published: 31.6 billion, of which a token passes 3.2 behind its embedding."""
+    changes = {
+        **NEMOTRON, "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME", "num_hidden_layers": 52,
+        "vocab_size": 131072, "hidden_size": 2688, "intermediate_size": 1856, "num_attention_heads": 32, "head_dim": 128,
+        "mamba_num_heads": 64, "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128, "moe_latent_size": None,
+        "n_routed_experts": 128, "num_experts_per_tok": 6, "moe_intermediate_size": 1856, "moe_shared_expert_intermediate_size": 3712,
+    }  # fmt: skip
+    config = tiny(tmp_path, changes=changes, world=1)
+    shape = shape_of(config.megatron.transformer, config.gpt)
+    assert shape.total / BILLION == pytest.approx(31.6, abs=0.05)
+    assert shape.active / BILLION == pytest.approx(3.2, abs=0.05)
+
+
 @pytest.mark.parametrize(
     ("changes", "layers"),
     [(DELTA_NETS, 2), (KIMI, 3), (NEMOTRON, 2)],
