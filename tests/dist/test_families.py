@@ -205,6 +205,12 @@ CELLS = {
         ("NemotronHForCausalLM", "--micro-batch-size 1"),  # DP2
         ("Nemotron-3-Super", TP2_EP2),
         ("Nemotron-3-Super", f"{CP2} {EP2}"),
+        ("Nemotron-3-Super", f"{PP2} --num-virtual-stages-per-pipeline-rank 2"),
+        # DP2, with parts of layers that are not there
+        (
+            "NemotronHForCausalLM",
+            "--recompute-granularity selective --recompute-modules core_attn layernorm mlp",
+        ),
         ("Nemotron-H without experts", TP2),
         ("Nemotron-H without experts", f"{CP2} {RECOMPUTE['recompute']}"),
         ("DeepseekV32ForCausalLM", TP2_EP2),
