@@ -54,6 +54,7 @@ if TYPE_CHECKING:
 
 FAILED = 1
 INTERRUPTED = CTRL_C_STATUS
+ONE_THREAD_BELOW = 512  # hidden size
 URGENT_S = 10.0  # time for trackers to finish after SIGTERM; schedulers kill soon after it
 logger = logging.getLogger(__name__)
 
@@ -136,6 +137,7 @@ def prepare(config: RunConfig, rank: int, cautions: Sequence[str]) -> None:
     quiet_dependencies()
     report = megatron_patches.apply()
     keep_freed_memory()
+    use_one_thread_if_small(config.megatron.transformer.hidden_size)
     if rank == 0:
         for text in cautions:
             logger.warning("%s", text)
@@ -151,6 +153,19 @@ def die_with_the_launcher() -> None:
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
+def use_one_thread_if_small(hidden_size: int) -> None:
+    """On the CPU, compute with one thread if the matrices are too small for several, which would
+    mostly wait for each other, and actively: next to other programs, a starter of `slime-like new`
+    took 7 times the processor time with two threads. OMP_NUM_THREADS takes precedence, which
+    torchrun sets to 1 for several processes."""
+    import torch
+
+    if torch.cuda.is_available() or "OMP_NUM_THREADS" in os.environ:
+        return
+    if hidden_size < ONE_THREAD_BELOW:
+        torch.set_num_threads(1)
 
 
 def keep_freed_memory() -> None:
@@ -187,9 +202,13 @@ def train_watched(
 
 def processes_of(layout: ParallelLayout) -> str:
     """How the processes share the work, for the first line of a run: "TP2 PP1 CP1 DP1, 2
-    processes". One process shares nothing."""
+    processes". One process shares nothing; on the CPU it may have several threads."""
+    import torch
+
     if layout.world_size == 1:
-        return "1 process"
+        threads = torch.get_num_threads()
+        several = threads > 1 and not torch.cuda.is_available()
+        return f"1 process of {threads} threads" if several else "1 process"
     return f"{layout.describe()}, {layout.world_size} processes"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import subprocess
@@ -13,29 +14,32 @@ from slime_like.metrics.logger import read_metrics
 from tests.paths import ROOT
 
 HELD_OUT = "eval/heldout/mean"
+SECONDS = "seconds.json"  # in the folder of a project: that its trainings are complete
 
 
-def train(folder: Path, starter: str, seed: int, changed: str = "") -> float:
-    """Create a project and run its trainings, with further flags; returns their CPU seconds.
+def train(folder: Path, starter: str, seed: int, changed: str = "") -> None:
+    """Create a project and run its trainings, with further flags; their CPU seconds are in SECONDS.
 
     Raises:
         RuntimeError: a training ended with an error; the end of its output is in the message.
     """
     write_project(folder, None, starter)
+    users = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     for name in STARTERS[starter].runs:
         done = subprocess.run(
             [sys.executable, str(ROOT / "train.py"), "--config", name, "--rollout-seed", str(seed),
              "--no-progress", "--no-plot", "--no-tensorboard", *changed.split()],
             cwd=folder,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env=users,  # who follows the pages sets no number of threads
             capture_output=True,
             text=True,
         )  # fmt: skip
         if done.returncode:
             raise RuntimeError(f"{starter}, seed {seed}, {name}: {done.stderr[-3000:]}")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    (folder / SECONDS).write_text(json.dumps(cpu_s), encoding="utf-8")
 
 
 def held_out(folder: Path) -> list[tuple[int, float]]:
