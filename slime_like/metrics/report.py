@@ -19,6 +19,7 @@ from rich.table import Table
 from slime_like.metrics.health import meanings
 from slime_like.metrics.logger import FILE_NAME, read_metrics
 from slime_like.metrics.plot import Rows, eval_metrics, logged_metrics, series, write_plot
+from slime_like.metrics.run_names import run_names
 from slime_like.metrics.timers import STEP_SECONDS
 
 # Rows of the table: metric and which value is best; eval/<set>/... and perf/... rows are added
@@ -133,7 +134,7 @@ def write_report(
         path = write_plot(
             rows,
             png_path or metrics_path.with_name("report.png"),
-            title=metrics_path.resolve().parent.name,
+            title=run_names([metrics_path.parent])[0],
             only=only,
         )
     except ModuleNotFoundError as error:

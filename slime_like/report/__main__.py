@@ -11,8 +11,9 @@ import argparse
 import sys
 from pathlib import Path
 
+from slime_like.metrics.run_names import run_names
 from slime_like.report.page import MAX_SAMPLES, live_data, page, write_page
-from slime_like.report.read import Run, read_run, run_names, state_of
+from slime_like.report.read import Run, read_run, state_of
 from slime_like.report.rollouts import read_samples
 
 

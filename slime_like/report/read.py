@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from slime_like.metrics.logger import FILE_NAME, read_metrics
+from slime_like.metrics.run_names import run_names
 from slime_like.metrics.timeline import FOLDER as TIMELINE
 
 DIGITS = 7  # significant digits of a number on the page
@@ -57,7 +58,7 @@ def read_run(folder: Path, name: str | None = None) -> Run:
         raise ValueError(f"{folder}: has no {FILE_NAME}; name the --output-dir of a run")
     return Run(
         folder,
-        name or folder.resolve().name,
+        name or run_names([folder])[0],
         read_metrics(path),
         _json_object(folder / "run.json"),
         _timeline(folder / TIMELINE),
@@ -79,16 +80,6 @@ def state_of(folder: Path) -> str:
             status = path.stat()
             states.append((path.name, status.st_size, status.st_mtime_ns))
     return hashlib.sha256(repr(sorted(states)).encode()).hexdigest()[:16]
-
-
-def run_names(folders: list[Path]) -> list[str]:
-    """The last components of each path, as many as needed to distinguish them."""
-    parts = [folder.resolve().parts for folder in folders]
-    for depth in range(1, max(map(len, parts)) + 1):
-        names = ["/".join(part[-depth:]) for part in parts]
-        if len(set(names)) == len(names):
-            return names
-    return [f"{folder.resolve().name} ({i + 1})" for i, folder in enumerate(folders)]
 
 
 def curves(run: Run) -> dict[str, object]:

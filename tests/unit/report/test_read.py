@@ -8,7 +8,7 @@ from pathlib import Path
 
 from slime_like.metrics.timeline import PhaseTimeline
 from slime_like.report.page import runs_data
-from slime_like.report.read import read_run, run_names, state_of
+from slime_like.report.read import read_run, state_of
 from slime_like.report.rollouts import read_samples
 from tests.paths import ROOT
 from tests.unit.report.runs import run_with, write_run
@@ -73,12 +73,6 @@ def test_a_run_that_ended_early_and_its_errors(tmp_path: Path) -> None:
         "the engine is g",
         "1 of 5 rollouts",
     ]
-
-
-def test_names_distinguish_runs() -> None:
-    assert run_names([Path("/a/x"), Path("/a/y")]) == ["x", "y"]
-    assert run_names([Path("/a/run"), Path("/b/run")]) == ["a/run", "b/run"]
-    assert run_names([Path("/a/run"), Path("/a/run")]) == ["run (1)", "run (2)"]
 
 
 def test_a_folder_that_is_no_run(tmp_path: Path) -> None:
