@@ -239,7 +239,14 @@ class MicroBatch(TokenColumns):
     loss_mask: Tensor  # [T] bool
     loss_weights: Tensor  # [T] float32 (u)
     is_padding: Tensor | None = None  # [T] bool, rows that hold no token of a sample
-    active_rows: Tensor | None = None  # [A] int64, where loss_mask is True; None: not looked up yet
+    # Rows that the head computes, int64, looked up when the rows are packed: where loss_mask is
+    # True, where it is True or observation_weights is not 0, and of each multi-token prediction
+    # layer where its column of mask_ahead is True
+    active_rows: Tensor | None = None
+    observed_rows: Tensor | None = None
+    predicted_rows: tuple[Tensor, ...] = ()
+    # [T, layers] bool: loss_mask of the row that is 1, 2, ... later in the same sequence
+    mask_ahead: Tensor | None = None
     # seed of losses that select tokens at random; equal on all ranks that share these sequences
     selection_seed: int = 0
     # S lengths of the full sequences, on the host, and what attention derives from them: made when

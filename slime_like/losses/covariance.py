@@ -31,8 +31,11 @@ def random_order(inputs: LossInputs) -> Tensor:
     seed and the token's index in the micro-batch."""
     generator = torch.Generator().manual_seed(inputs.selection_seed)
     ranks = 1 if inputs.cp_group is None else inputs.cp_group.size()
-    draws = torch.rand(ranks * inputs.loss_mask.numel(), generator=generator)
-    draws = draws.to(inputs.loss_mask.device)
+    device = inputs.loss_mask.device
+    count = ranks * inputs.loss_mask.numel()
+    # from pinned memory, so that the host does not wait for the device
+    pinned = device.type == "cuda"
+    draws = torch.rand(count, generator=generator, pin_memory=pinned).to(device, non_blocking=True)
     if inputs.places is None:
         return draws[: inputs.loss_mask.numel()]
     return draws[inputs.places]

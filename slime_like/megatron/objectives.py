@@ -100,10 +100,9 @@ class PolicyObjective:
 
 def with_observed_rows(batch: MicroBatch) -> MicroBatch:
     """Add observation rows with a weight to the rows that the head computes."""
-    if batch.observation_weights is None:
+    if batch.observed_rows is None:
         return batch
-    active = batch.loss_mask | (batch.observation_weights != 0)
-    return replace(batch, active_rows=active.nonzero().squeeze(1))
+    return replace(batch, active_rows=batch.observed_rows)
 
 
 def loss_inputs(

@@ -25,6 +25,7 @@ from slime_like.images.rows import packed_images
 from slime_like.losses.turns import turns_of
 from slime_like.megatron.micro_batching import MicroBatchSize
 from slime_like.megatron.moe import make_length_sync
+from slime_like.megatron.ops.ahead import ahead_rows
 from slime_like.megatron.ops.attention import packed_rows
 from slime_like.megatron.ops.tables import prepare_rows
 from slime_like.megatron.packed_batches import images_of_sequence_rank, rows_of_context_rank
@@ -116,7 +117,7 @@ def pack_groups(
     """
     has_experts = transformer.num_moe_experts is not None
     sync_lengths = make_length_sync(transformer, layout) if has_experts else None
-    packed = pack_all(
+    batches = pack_all(
         groups,
         multiple=layout.tp_size if transformer.sequence_parallel else 1,
         equal_lengths=layout.vp_size > 1,
@@ -124,8 +125,8 @@ def pack_groups(
         cp_rank=layout.cp_rank,
         sync_lengths=sync_lengths,
         equal_sequences=equal_sequences,
+        prediction_layers=prediction_layers,
     )
-    batches = with_active_rows(packed)
     if transformer.sequence_parallel:
         batches = [images_of_sequence_rank(b, layout.tp_size, layout.tp_rank) for b in batches]
     for batch in batches:
@@ -133,9 +134,6 @@ def pack_groups(
         prepare_rows(
             batch.packed,
             transformer,
-            cp_size=layout.cp_size,
-            cp_rank=layout.cp_rank,
-            prediction_layers=prediction_layers,
             last_visible=None if batch.images is None else batch.images.last_visible,
         )
     return [to_device(batch, device) for batch in batches]
@@ -150,6 +148,7 @@ def pack_all(
     cp_rank: int = 0,
     sync_lengths: Callable[[list[int]], list[int]] | None = None,
     equal_sequences: bool = False,
+    prediction_layers: int = 0,
 ) -> list[MicroBatch]:
     """One micro-batch per group, on the host: this context-parallel rank's rows, a multiple of
     `multiple`.
@@ -158,6 +157,7 @@ def pack_all(
         equal_lengths: Pad all micro-batches to the longest, as the interleaved schedule needs.
         sync_lengths: Maps lengths on this rank to the lengths that all ranks pad to.
         equal_sequences: Pad the sequences of a micro-batch to its longest.
+        prediction_layers: Number of multi-token prediction layers that the pass runs.
     """
     totals = [sum(padded_lengths(group, cp_size, equal=equal_sequences)) for group in groups]
     if equal_lengths:
@@ -174,11 +174,19 @@ def pack_all(
         )
         for group, total in zip(groups, totals, strict=True)
     ]
+    if prediction_layers:  # while each sequence is whole
+        packed = [replace(b, mask_ahead=mask_ahead(b, prediction_layers)) for b in packed]
     if cp_size > 1:
         packed = [rows_of_context_rank(batch, cp_size, cp_rank) for batch in packed]
-    return [
-        replace(batch, packed=packed_rows(batch.cu_seqlens, cp_size, cp_rank)) for batch in packed
-    ]
+    batches = []
+    for batch in packed:
+        rows = packed_rows(batch.cu_seqlens, cp_size, cp_rank)
+        rows.ahead = tuple(
+            ahead_rows(batch.cu_seqlens, number + 1, cp_size, cp_rank)
+            for number in range(prediction_layers)
+        )
+        batches.append(with_rows_of_head(replace(batch, packed=rows)))
+    return batches
 
 
 def padded_lengths(
@@ -381,10 +389,30 @@ def with_selection_seeds(
     return [replace(batch, selection_seed=s) for batch, s in zip(batches, seeds)]
 
 
-def with_active_rows(batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-    """Compute `active_rows` while the masks are on the host, because counting them on the device
-    makes the host wait."""
-    return [replace(batch, active_rows=batch.loss_mask.nonzero().squeeze(1)) for batch in batches]
+def mask_ahead(batch: MicroBatch, layers: int) -> Tensor:
+    """[T, layers] bool: `loss_mask` of the row that is 1, 2, ... `layers` later in the same
+    sequence; False where there is none."""
+    columns = []
+    for number in range(layers):
+        ahead = ahead_rows(batch.cu_seqlens, number + 1, cp_size=1, cp_rank=0)
+        columns.append(batch.loss_mask[ahead.source] & ahead.within)
+    return torch.stack(columns, dim=1)
+
+
+def with_rows_of_head(batch: MicroBatch) -> MicroBatch:
+    """Look up the rows that the head computes while the masks are on the host, because counting
+    them on the device makes the host wait."""
+    active, observed, ahead = batch.loss_mask, batch.observation_weights, batch.mask_ahead
+    return replace(
+        batch,
+        active_rows=_true_rows(active),
+        observed_rows=None if observed is None else _true_rows(active | (observed != 0)),
+        predicted_rows=() if ahead is None else tuple(map(_true_rows, ahead.unbind(1))),
+    )
+
+
+def _true_rows(mask: Tensor) -> Tensor:
+    return mask.nonzero().squeeze(1)
 
 
 def unpack(values: Tensor, samples: Sequence[TrainSample], lengths: Sequence[int]) -> list[Tensor]:

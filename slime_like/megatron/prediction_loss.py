@@ -42,14 +42,15 @@ class PredictionLoss:
         )
         total = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
         sums: list[Metric] = []
+        assert batch.mask_ahead is not None, "packed for the prediction layers"
         targets_hidden = self._gather_detached(hidden) if self.soft else None
         for number, states in enumerate(predicted):
             ahead = RowsAhead(packed, number + 1, layout)
             targets = replace(
                 batch,
                 labels=ahead(batch.labels[0]).unsqueeze(0),
-                loss_mask=ahead(batch.loss_mask),
-                active_rows=None,
+                loss_mask=batch.mask_ahead[:, number],
+                active_rows=batch.predicted_rows[number],
                 sampling_mask=None,
             )
             if targets_hidden is None:

@@ -55,7 +55,7 @@ class Seeing(Ours):
         (batch,) = pack_all([samples], multiple=1, equal_lengths=False)
         assert batch.packed is not None
         seen = None if batch.images is None else batch.images.last_visible
-        prepare_rows(batch.packed, chunk.config, cp_size=1, cp_rank=0, last_visible=seen)
+        prepare_rows(batch.packed, chunk.config, last_visible=seen)
         rows = rows_of_pass(batch)
         hidden = chunk(batch.tokens, batch.position_ids, None, packed_seq_params=rows)
         logits = (hidden @ convert_worker.head_weight(chunk).t())[0]

@@ -119,6 +119,7 @@ def by_the_paper(model: Any, family: str, folder: Path, tokens: Tensor) -> list[
 def test_logits_are_those_of_the_paper(family: str, alone: Any, tmp_path: Path) -> None:
     """Of packed sequences; and the weights come back bit by bit."""
     from slime_like.megatron.model.prediction import update_embedding
+    from slime_like.megatron.ops.ahead import ahead_rows
     from slime_like.megatron.ops.attention import packed_rows
 
     folder = tmp_path / "model"
@@ -144,6 +145,7 @@ def test_logits_are_those_of_the_paper(family: str, alone: Any, tmp_path: Path) 
         ends = torch.tensor([0, *LENGTHS]).cumsum(0).int()
         batch: Any = Packed(torch.cat(rows)[None], ends)
         packed, (chunk,) = packed_rows(ends), chunks
+        packed.ahead = tuple(ahead_rows(ends, k + 1, 1, 0) for k in range(CASES[family][1]))
         positions = torch.cat([torch.arange(n) for n in LENGTHS])[None]
         hidden = chunk(batch.tokens, positions, None, packed_seq_params=packed)
         update_embedding(chunks, alone)
@@ -162,7 +164,6 @@ def test_soft_targets_are_the_policys_own_distributions(alone: Any, tmp_path: Pa
     """Of two layers, by a loop over tokens in float64; what gives the targets gets no gradient."""
     from slime_like.megatron.model.policy import LogProbHead
     from slime_like.megatron.model.prediction import update_embedding
-    from slime_like.megatron.ops.attention import packed_rows
     from slime_like.megatron.packing import pack_all
     from slime_like.megatron.prediction_loss import PredictionLoss
     from slime_like.types import TrainSample
@@ -186,8 +187,10 @@ def test_soft_targets_are_the_policys_own_distributions(alone: Any, tmp_path: Pa
             )
             for n in LENGTHS
         ]
-        (batch,) = pack_all([samples], multiple=1, equal_lengths=False)
-        packed = packed_rows(batch.cu_seqlens)
+        layers = CASES[family][1]
+        (batch,) = pack_all([samples], multiple=1, equal_lengths=False, prediction_layers=layers)
+        packed = batch.packed
+        assert packed is not None
         hidden = chunk(batch.tokens, batch.position_ids, None, packed_seq_params=packed).detach()
         hidden.requires_grad_()
         update_embedding(chunks, alone)

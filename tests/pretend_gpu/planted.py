@@ -65,7 +65,7 @@ FAULTS = (
     Fault("a copy from memory that is not pinned", TRANSFER, "dtype=torch.uint8, pin_memory=True)", "dtype=torch.uint8)", waits="dense"),
     Fault("a blocking copy", TRANSFER, "on_host.to(device, non_blocking=True)\n    moved", "on_host.to(device)\n    moved", waits="dense"),
     Fault("lengths read from the device in every layer", "slime_like/megatron/packed_batches.py", "def rows_of_pass(batch: MicroBatch) -> PackedRows:\n", "def rows_of_pass(batch: MicroBatch) -> PackedRows:\n    batch.cu_seqlens.tolist()\n", waits="dense"),
-    Fault("rows counted on the device", "slime_like/megatron/packing.py", "    batches = with_active_rows(packed)\n", "    batches = with_active_rows([to_device(b, device) for b in packed])\n", waits="dense"),
+    Fault("rows counted on the device", "slime_like/megatron/model/policy.py", "    return batch.active_rows\n", "    return batch.loss_mask.nonzero().squeeze(1)\n", waits="dense"),
     Fault("a number read for each tensor of the gradient norm", "megatron_patches/torch_norms.py", "    clip_grads.l2_norm_impl = l2_norm\n", "", waits="dense"),
     Fault("a scalar copied to the device in every forward pass", "slime_like/megatron/model/gpt.py", "torch.tensor(scale, dtype=embedded.dtype)", "torch.tensor(scale, dtype=embedded.dtype, device=embedded.device)", waits="Gemma"),
     Fault("the device stopped after every message between stages", "arguments/megatron_configs.py", '"batch_p2p_sync": False,', '"batch_p2p_sync": True,', waits="pipeline parallel"),

@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.parity.models import make_model
+from benchmarks.parity.ranks import run_ranks
 from megatron_patches.patch import release
-from tests.pretend_gpu.waits_budget import FILE, PAGES, measure, with_table
+from slime_like.losses.registry import policy_losses
+from tests.pretend_gpu.waits_budget import FILE, PAGES, blocks, measure, with_table
 
 
 @pytest.mark.skipif(release() != (0, 16), reason="the budget is of megatron-core 0.16")
@@ -26,6 +29,25 @@ def test_no_line_waits_more_often_than_the_budget(
         more = {wait: n for wait, n in seen.items() if n > allowed.get(wait, 0)}
         less = {wait: n for wait, n in allowed.items() if n > seen.get(wait, 0)}
         assert (more, less) == ({}, {}), f"{name}: more than the budget, and less"
+
+
+@pytest.mark.skipif(release() != (0, 16), reason="the budget is of megatron-core 0.16")
+def test_no_loss_waits(tmp_path: Path, environment: dict[str, str]) -> None:
+    """With every policy loss, all terms of the loss, and a critic, a training pass waits where the
+    dense model's does."""
+    make_model(tmp_path / "model", seed=3)
+    (found,) = run_ranks(
+        "tests.pretend_gpu.waits_worker:losses", 1, tmp_path,
+        {"folder": str(tmp_path / "model")}, 300, environment=environment,
+    )  # fmt: skip
+    assert found.keys() == {*policy_losses.names(), "critic"}
+    allowed = json.loads(FILE.read_text())["dense"]
+    more = {
+        name: surplus
+        for name, rows in found.items()
+        if (surplus := [row for row in rows if blocks(row) and row not in allowed])
+    }
+    assert more == {}
 
 
 def test_the_pages_have_the_table_of_the_budget() -> None:

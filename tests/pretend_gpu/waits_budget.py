@@ -139,17 +139,18 @@ def table(rows: Rows, language: str) -> str:
         lines.append(f"| {reported} | {each[0]} | {each[1]} | {copies // MICRO_BATCHES} | {once} |")
     title = "| 仍在等待的代码行 | 原因 |" if chinese else "| line that still waits | how |"
     lines += ["", title, "|---|---|"]
-    seen = sorted({(_line(row), row[1]) for own in rows.values() for row in own if _blocks(row)})
+    seen = sorted({(_line(row), row[1]) for own in rows.values() for row in own if blocks(row)})
     lines += [f"| `{line}` | {kind} |" for line, kind in seen]
     return "\n".join(lines) + "\n"
 
 
-def _blocks(row: list[Any]) -> bool:
+def blocks(row: list[Any]) -> bool:
+    """Whether the host waits there."""
     return "async" not in row[1] or "pageable" in row[1]
 
 
 def _waits(rows: list[list[Any]], phase: str) -> list[int]:
-    return [row[5] for row in rows if row[0] == phase and _blocks(row)]
+    return [row[5] for row in rows if row[0] == phase and blocks(row)]
 
 
 def _line(row: list[Any]) -> str:

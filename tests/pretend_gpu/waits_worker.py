@@ -1,17 +1,23 @@
-"""Work of the processes that count waits: a second optimizer step, after what is done once."""
+"""Work of the processes that count waits: a second optimizer step, after what is done once; and a
+training pass with each loss."""
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from benchmarks.parity.cells import sizes_of
 from benchmarks.parity.steps import parallel, settings, share, train_samples
+from slime_like.losses.registry import PolicyLoss, policy_losses
+from slime_like.losses.total import LossTerms
 from slime_like.megatron.backend import MegatronBackend
-from slime_like.types import TrainBatch
+from slime_like.megatron.objectives import Objective
+from slime_like.token_columns import TokenColumns
+from slime_like.types import TrainBatch, TrainSample
 from tests.pretend_gpu.waits import WAITS, Wait
 from tests.pretend_gpu.waits_budget import FORWARD, STEP, TRAINING
 
@@ -44,6 +50,62 @@ def count(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str, li
             del built, pending
     dist.barrier()
     return found
+
+
+def losses(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str, list[list[Any]]]:
+    """By policy loss: the waits of a training pass with it and with all terms of the loss; under
+    "critic" those of a critic's passes. Rows as those of `count`."""
+    found = {}
+    with parallel() as layout:
+        flags = "--bf16 --use-distributed-optimizer --micro-batch-size 2"
+        config = settings(arguments["folder"], f"{flags} --advantage-estimator ppo")
+        built = MegatronBackend(config, layout, total_steps=100)
+        samples = share(train_samples(1), layout)
+        for name, loss in policy_losses.items():
+            loss_config = loss.config_type(**NEEDED.get(name, {}))
+            terms = replace(TERMS, opsm_delta=None if loss.correction == "forbidden" else 0.1)
+            built.objective = Objective(loss, loss_config, terms)
+            batch = TrainBatch(tuple(_with_columns(s, loss) for s in samples.samples))
+            built.update(batch)
+            WAITS.start()
+            with WAITS.phase(TRAINING):
+                built.forward_backward(batch)
+            found[name] = _rows(WAITS.stop())
+        batch = TrainBatch(tuple(_with_columns(s) for s in samples.samples))
+        built.update_critic(batch)
+        WAITS.start()
+        with WAITS.phase(FORWARD):
+            built.forward_critic(batch.samples)
+        with WAITS.phase(TRAINING):
+            built.forward_backward_critic(batch)
+        found["critic"] = _rows(WAITS.stop())
+    return found
+
+
+NEEDED: dict[str, dict[str, Any]] = {"dro": {"dro_beta": 0.1}}
+TERMS = LossTerms(
+    kl_loss_coef=0.1,
+    use_unbiased_kl=True,
+    entropy_coef=0.01,
+    positive_nll_coef=0.1,
+    observation_loss_coef=0.1,
+)
+
+
+def _with_columns(sample: TrainSample, loss: PolicyLoss | None = None) -> TrainSample:
+    """With a value in each column that the loss takes; loss: None for a critic's."""
+    unwanted = {"policy_weights"}
+    if loss is not None and loss.correction == "forbidden":
+        unwanted |= {"keep_mask", "importance_weights"}
+    if loss is not None and loss.correction == "masks":
+        unwanted |= {"importance_weights"}
+    values: dict[str, Any] = {}
+    for field in fields(TokenColumns):
+        value = getattr(sample, field.name)
+        if value is None:
+            value = torch.ones(sample.response_length)
+        values[field.name] = None if field.name in unwanted else value
+    return replace(sample, **values)
 
 
 def _rows(counts: dict[Wait, int]) -> list[list[Any]]:

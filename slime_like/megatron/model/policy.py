@@ -279,6 +279,5 @@ class LogProbHead:
 
 def active_rows(batch: MicroBatch) -> Tensor:
     """[N] int64: the rows that the head computes."""
-    if batch.active_rows is None:
-        return batch.loss_mask.nonzero().squeeze(1)
+    assert batch.active_rows is not None, "packed by slime_like.megatron.packing.pack_all"
     return batch.active_rows

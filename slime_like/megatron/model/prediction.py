@@ -28,7 +28,6 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from slime_like.megatron.ops.ahead import ahead_rows
 from slime_like.megatron.ops.attention import PackedRows
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.types import MicroBatch
@@ -39,10 +38,7 @@ class RowsAhead:
 
     def __init__(self, packed: PackedRows, steps: int, layout: ParallelLayout) -> None:
         self._group = layout.cp_group if layout.cp_size > 1 else None
-        if packed.ahead:
-            rows = packed.ahead[steps - 1]
-        else:
-            rows = ahead_rows(packed.cu_seqlens_q, steps, layout.cp_size, layout.cp_rank)
+        rows = packed.ahead[steps - 1]
         self._within = rows.within
         self._source = rows.source
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from slime_like.megatron.ops.ahead import ahead_rows
 from slime_like.megatron.ops.attention import PackedRows
 from slime_like.megatron.ops.delta_rule import CHANNEL_CHUNK, CHUNK, DeltaRows, delta_rows
 from slime_like.megatron.ops.image_blocks import image_blocks
@@ -17,16 +16,12 @@ def prepare_rows(
     rows: PackedRows,
     config: TransformerConfig,
     *,
-    cp_size: int,
-    cp_rank: int,
-    prediction_layers: int = 0,
     last_visible: Tensor | None = None,
 ) -> None:
     """Add the tables that a network reads, in place.
 
     Args:
         rows: On the host.
-        prediction_layers: Number of multi-token prediction layers that this pass runs.
         last_visible: See `ImageRows`.
     """
     if config.linear_attention_freq:
@@ -35,10 +30,6 @@ def prepare_rows(
         rows.far = far_rows(rows, topk)
     if last_visible is not None:
         rows.blocks = image_blocks(last_visible, rows.lengths, rows.context)
-    rows.ahead = tuple(
-        ahead_rows(rows.cu_seqlens_q, number + 1, cp_size, cp_rank)
-        for number in range(prediction_layers)
-    )
 
 
 def delta_tables(rows: PackedRows, config: TransformerConfig) -> DeltaRows:

@@ -135,6 +135,53 @@ def test_context_ranks_share_every_sequence(cp_size: int, multiple: int) -> None
     assert sorted(found) == full.loss_mask.nonzero().squeeze(1).tolist()
 
 
+@pytest.mark.parametrize("cp_size", [1, 2, 4])
+def test_rows_of_the_head_are_looked_up_when_packed(cp_size: int) -> None:
+    """Trained, observed, and of each prediction layer the rows whose token so many further is
+    trained on, across the chunks of context-parallel ranks."""
+    generator = torch.Generator().manual_seed(2)
+    samples = [
+        dataclasses.replace(
+            sample(prompt, response, 100),
+            loss_mask=torch.rand(response, generator=generator) > 0.4,
+            observation_weights=torch.rand(response, generator=generator).round(),
+        )
+        for prompt, response in ((3, 9), (1, 2), (2, 30))
+    ]
+    found: dict[str, list[int]] = {"active": [], "observed": [], "1": [], "2": [], "3": []}
+    wanted: dict[str, list[int]] = {name: [] for name in found}
+    for r in range(cp_size):
+        (batch,) = pack_all(
+            [samples],
+            multiple=1,
+            equal_lengths=False,
+            cp_size=cp_size,
+            cp_rank=r,
+            prediction_layers=3,
+        )
+        places = torch.arange(batch.tokens.numel()) if batch.places is None else batch.places
+        rows = {"active": batch.active_rows, "observed": batch.observed_rows}
+        rows |= {str(k): of_layer for k, of_layer in enumerate(batch.predicted_rows, 1)}
+        assert rows.keys() == found.keys()
+        for name, of_head in rows.items():
+            assert of_head is not None
+            found[name] += places[of_head].tolist()
+    starts = pack(samples, multiple=1).cu_seqlens.tolist()
+    for start, each in zip(starts, samples, strict=False):
+        weights = each.observation_weights
+        assert weights is not None
+        first = start + each.scored_rows.start
+        for i, (trained, weight) in enumerate(zip(each.loss_mask.tolist(), weights.tolist())):
+            if trained:
+                wanted["active"].append(first + i)
+                for k in (1, 2, 3):
+                    if first + i - k >= start:
+                        wanted[str(k)].append(first + i - k)
+            if trained or weight:
+                wanted["observed"].append(first + i)
+    assert {name: sorted(rows) for name, rows in found.items()} == wanted
+
+
 @pytest.mark.parametrize("cp_size", [2, 4])
 def test_values_of_context_ranks_go_back_to_samples(cp_size: int) -> None:
     groups = [[sample(3, 4, 100), sample(1, 2, 200)], [sample(12, 7, 300)], [sample(1, 1, 400)]]
