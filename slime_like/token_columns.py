@@ -37,6 +37,8 @@ class TokenColumns:
     # 1 / (observation tokens of the optimizer step) on observation tokens, where the loss mask is
     # False; 0 elsewhere
     observation_weights: Tensor | None = None
+    # index of the token's datum in its call, for losses of whole datums (tinker/objectives.py)
+    datums: Tensor | None = field(default=None, metadata={"dtype": "int64"})
     # critic values before the update
     values: Tensor | None = None
     # targets of the critic; NaN where there is no target

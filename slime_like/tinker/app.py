@@ -39,7 +39,7 @@ CLIENT_CONFIG = {  # features of the SDK that are not implemented here are off
     "fwdbwd_max_chunk_len": 1024,
     "fwdbwd_max_chunk_bytes_count": 5_000_000,
     "sample_use_retrieve_futures": False,
-    "custom_loss_server_side": False,
+    "custom_loss_server_side": True,
     "sample_join_sampling_session": True,
 }
 # if the client supports it, larger results are announced with their size first
@@ -133,6 +133,7 @@ def _json_routes(app: FastAPI, service: Service) -> None:
     post("create_model", schemas.CreateModel, service.create_model)
     post("get_info", schemas.ModelRequest, service.get_info)
     post("unload_model", schemas.ModelRequest, service.unload_model)
+    post("create_custom_loss", schemas.CreateCustomLoss, service.create_custom_loss)
     post("optim_step", schemas.OptimStep, service.optim_step)
     post("save_weights", schemas.SaveWeights, service.save_weights)
     post("save_weights_for_sampler", schemas.SaveWeightsForSampler, service.save_for_sampler)

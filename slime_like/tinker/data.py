@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,14 +12,17 @@ from numpy.typing import NDArray
 
 from slime_like.tinker import codec, proto
 from slime_like.tinker.errors import HttpError, Refused
+from slime_like.tinker.loss_graph import LossGraph
 from slime_like.tinker.losses import (
     CRITIC_LOSS,
+    CUSTOM_LOSS,
     FIELDS,
     INTEGERS,
     MASKS,
     SETS,
     SOFT_LOSS,
     ServedLoss,
+    custom_loss,
     served_loss,
 )
 from slime_like.tinker.schemas import LARGEST
@@ -55,6 +58,8 @@ class ForwardBackwardInput:
     tokens: list[Array]
     # by TrainSample field name, one array per datum with the datum's length; [N, K] for label sets
     fields: dict[str, list[Array]]
+    # inputs of a custom loss by name, one array per datum: [], [N] or [N, K]
+    custom: dict[str, list[Array]] = field(default_factory=dict)
 
     def command(self) -> codec.Message:
         """The command for the workers, as plain values with datums concatenated. widths: K of each
@@ -65,12 +70,24 @@ class ForwardBackwardInput:
         for name, arrays in self.fields.items():
             dtype = "<i8" if name in ("labels", "label_sets") else "<f4"
             fields[name] = np.concatenate(pad_to_widest(arrays)).astype(dtype).tobytes()
+        loss: codec.Message = {
+            "kind": self.loss.kind,
+            "settings": dict(self.loss.settings),
+            "entropy_coef": self.loss.entropy_coef,
+        }
+        if self.loss.graph is not None:
+            loss["graph"] = self.loss.graph.plain()
+            loss["widths"] = widths or None
+            loss["inputs"] = [
+                {
+                    "dtype": arrays[0].dtype.str,
+                    "shapes": [list(array.shape) for array in arrays],
+                    "data": b"".join(array.tobytes() for array in arrays),
+                }
+                for arrays in self.custom.values()
+            ]
         return command | {
-            "loss": {
-                "kind": self.loss.kind,
-                "settings": dict(self.loss.settings),
-                "entropy_coef": self.loss.entropy_coef,
-            },
+            "loss": loss,
             "forward_only": self.forward_only,
             "lengths": [int(t.size) for t in self.tokens],
             "tokens": np.concatenate(self.tokens).astype("<i8").tobytes(),
@@ -101,13 +118,26 @@ def parse_request(body: bytes) -> Message:
     return request
 
 
+def no_graph(loss_id: str) -> LossGraph:
+    raise Refused(f"custom loss {loss_id} does not exist")
+
+
 def check_forward_backward(
-    request: Message, *, role: str, limits: DataLimits
+    request: Message,
+    *,
+    role: str,
+    limits: DataLimits,
+    find_graph: Callable[[str], LossGraph] = no_graph,
 ) -> ForwardBackwardInput:
-    """Validate a request. role: of the model. Raises Refused naming the model and the datum."""
+    """Validate a request. Raises Refused naming the model and the datum.
+
+    Args:
+        role: of the model.
+        find_graph: Looks up a custom loss by its id; raises Refused.
+    """
     who = f"model {request.model_id}"
     config = loss_config(request)
-    loss = check_role(request.loss_fn, config, role, who)
+    loss = check_role(request.loss_fn, config, role, who, find_graph)
     if not request.data:
         raise Refused(f"{who}: the batch is empty")
     tokens = []
@@ -132,9 +162,19 @@ def check_forward_backward(
                 f"{who}: the batch has more than {limits.max_tokens} tokens "
                 "(--max-request-tokens); split it"
             )
-    return ForwardBackwardInput(
-        loss, bool(request.forward_only), tokens, fields_of(tokens, tensors, who)
-    )
+    custom = {}
+    if loss.graph is not None:
+        for name, _ in loss.graph.data_inputs:
+            custom[name] = one_dtype([datum[name] for datum in tensors], f"{who}: {name}")
+        tensors = [{"target_tokens": datum["target_tokens"]} for datum in tensors]
+    fields = fields_of(tokens, tensors, who)
+    return ForwardBackwardInput(loss, bool(request.forward_only), tokens, fields, custom)
+
+
+def one_dtype(arrays: list[Array], what: str) -> list[Array]:
+    if len({array.dtype for array in arrays}) > 1:
+        raise Refused(f"{what} has integers in some datums and floats in others")
+    return arrays
 
 
 def fields_of(
@@ -174,7 +214,13 @@ def loss_config(request: Message) -> dict[str, float | str]:
     return config
 
 
-def check_role(name: str, config: dict[str, float | str], role: str, who: str) -> ServedLoss:
+def check_role(
+    name: str,
+    config: dict[str, float | str],
+    role: str,
+    who: str,
+    find_graph: Callable[[str], LossGraph],
+) -> ServedLoss:
     if role == "critic" and name != CRITIC_LOSS:
         raise Refused(
             f"{who} is a critic: a critic batch must use loss_fn {CRITIC_LOSS!r}, not {name!r}"
@@ -182,6 +228,8 @@ def check_role(name: str, config: dict[str, float | str], role: str, who: str) -
     if role != "critic" and name == CRITIC_LOSS:
         raise Refused(f"{who} is a policy: loss_fn {CRITIC_LOSS!r} is only for critic models")
     try:
+        if name == CUSTOM_LOSS:
+            return custom_loss(config, find_graph)
         return served_loss(name, config)
     except Refused as error:
         raise Refused(f"{who}: {error}") from None
@@ -248,6 +296,8 @@ def check_tensors(
             f"{where}: unknown loss_fn_inputs {', '.join(unknown)} for loss_fn {loss.name!r}; "
             f"accepted: {', '.join(sorted(accepted))}"
         )
+    if loss.graph is not None:
+        return custom_tensors(inputs, loss.graph, length, where, limits)
     if loss.kind == SOFT_LOSS and len(inputs["target_tokens"].shape) == 2:
         return soft_targets(inputs, length, where, limits)
     tensors = {
@@ -269,6 +319,51 @@ def check_tensors(
     return tensors
 
 
+def custom_tensors(
+    inputs: Message, graph: LossGraph, length: int, where: str, limits: DataLimits
+) -> dict[str, Array]:
+    """Targets [length] or [length, K], as the rank of the log-probs says, and the graph's inputs
+    with their own dtype."""
+    (_, target_rank), *data_inputs = graph.inputs
+    shape = list(inputs["target_tokens"].shape)
+    if max(1, len(shape)) != target_rank:
+        raise Refused(
+            f"{where}: target_tokens has rank {len(shape)}, but loss {graph.name!r} takes logprobs "
+            f"of rank {target_rank}"
+        )
+    width = int(shape[1]) if target_rank == 2 else None
+    if width is not None:
+        check_width(width, length, where, limits)
+    targets = tensor(
+        inputs["target_tokens"], "target_tokens", length, where, critic=False, width=width
+    )
+    check_vocabulary(targets, f"{where}, target_tokens", limits)
+    tensors = {
+        name: custom_tensor(inputs[name], rank, length, f"{where}: {name}", limits)
+        for name, rank in data_inputs
+        if name != "target_tokens"
+    }
+    return {**tensors, "target_tokens": targets}
+
+
+def custom_tensor(message: Message, rank: int, length: int, what: str, limits: DataLimits) -> Array:
+    """Decode an input of a custom loss: [], [length] or [length, K], int64 or float32."""
+    shape = [int(size) for size in message.shape]
+    dtype = _DTYPES.get(message.dtype)
+    if dtype is None or message.WhichOneof("encoding") == "sparse_csr":
+        raise Refused(f"{what} must be dense, of dtype float32 or int64")
+    array = numbers(message.dense, dtype, what)
+    if not shape and rank == 1:  # the SDK leaves the shape of a list out
+        shape = [array.size]
+    legal = [[], [length], [length, *shape[1:2]]][rank]
+    if shape != legal or array.size != math.prod(shape) or array.size > limits.max_tokens:
+        expected = ["[]", f"[{length}]", f"[{length}, K]"][rank]
+        raise Refused(f"{what} has {array.size} entries and shape {shape}, must be {expected}")
+    if dtype.kind == "f" and not np.isfinite(array).all():
+        raise Refused(f"{what} has a value that is not finite")
+    return array.reshape(shape).astype("<f4" if dtype.kind == "f" else "<i8")
+
+
 def _check_values_and_returns(given: set[str], where: str, *, forward_only: bool) -> None:
     present = given & {"values", "returns"}
     if len(present) == 1:
@@ -286,16 +381,7 @@ def soft_targets(inputs: Message, length: int, where: str, limits: DataLimits) -
     """target_tokens and weights [N, K] from dense or sparse tensors; missing entries of sparse
     tensors are token 0 with weight 0."""
     width = int(inputs["target_tokens"].shape[1])
-    if not 0 < width <= limits.vocab_size:
-        raise Refused(
-            f"{where}: target_tokens has {width} targets per token, must be 1 to "
-            f"{limits.vocab_size}"
-        )
-    if length * width > limits.max_tokens:
-        raise Refused(
-            f"{where}: {length} x {width} targets are more than {limits.max_tokens} "
-            "(--max-request-tokens)"
-        )
+    check_width(width, length, where, limits)
     if "mask" in inputs:
         raise Refused(
             f"{where}: mask does not support several targets per token; give weights of 0"
@@ -310,6 +396,20 @@ def soft_targets(inputs: Message, length: int, where: str, limits: DataLimits) -
     }
     check_vocabulary(tensors["target_tokens"], f"{where}, target_tokens", limits)
     return tensors
+
+
+def check_width(width: int, length: int, where: str, limits: DataLimits) -> None:
+    """Raise Refused for an illegal number of targets per token."""
+    if not 0 < width <= limits.vocab_size:
+        raise Refused(
+            f"{where}: target_tokens has {width} targets per token, must be 1 to "
+            f"{limits.vocab_size}"
+        )
+    if length * width > limits.max_tokens:
+        raise Refused(
+            f"{where}: {length} x {width} targets are more than {limits.max_tokens} "
+            "(--max-request-tokens)"
+        )
 
 
 def tensor(

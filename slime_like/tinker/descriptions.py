@@ -15,6 +15,8 @@ POSTS = {
     "all weights. Result: `model_id`.",
     "get_info": "Describe a model: base model, tokenizer, and rank of its adapter.",
     "unload_model": "Future: unload a model and free its memory.",
+    "create_custom_loss": "Future: check and keep a loss that torch.fx has traced. Result: "
+    "`loss_id`, for `loss_fn` custom in the same session.",
     "optim_step": "Future: one AdamW step with the accumulated gradients. Result: `metrics`.",
     "save_weights": "Future: save a checkpoint with optimizer state. Result: `path`, as "
     "`tinker://RUN/weights/NAME`.",

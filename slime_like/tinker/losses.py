@@ -14,14 +14,14 @@ from slime_like.config import SettingsError
 from slime_like.losses import policy_losses
 from slime_like.losses.value_loss import ValueLossConfig
 from slime_like.tinker.errors import Refused
+from slime_like.tinker.loss_graph import LossGraph
 from slime_like.tinker.schemas import LARGEST, SMALLEST
 
 CRITIC_LOSS = "ppo_critic"
+CUSTOM_LOSS = "custom"  # a graph that the client has sent (loss_graph.py)
 UNSUPPORTED = {  # losses of the API -> why they are rejected
     "stable_reinforce": "it needs provenance spans and sampling records, and its formula is not "
     "public",
-    "custom": "custom losses run in the client: use forward_backward_custom without an uploaded "
-    "loss",
 }
 # tensor of a datum -> field of TrainSample
 FIELDS = {
@@ -55,6 +55,7 @@ class ServedLoss:
     optional: frozenset[str] = frozenset({"weights"})  # tensors of a datum
     # weight of the per-token entropy bonus, which is subtracted from the loss
     entropy_coef: float = 0.0
+    graph: LossGraph | None = None  # of a custom loss
 
     @property
     def is_critic(self) -> bool:
@@ -73,8 +74,32 @@ def served_loss(name: str, config: Mapping[str, float | str]) -> ServedLoss:
     return _policy_loss(name, config)
 
 
+def custom_loss(
+    config: Mapping[str, float | str], find_graph: Callable[[str], LossGraph]
+) -> ServedLoss:
+    """The loss that a client has created.
+
+    Args:
+        find_graph: Looks up a graph by its id; raises Refused.
+    """
+    check_keys(CUSTOM_LOSS, config, ["loss_id"])
+    loss_id = config.get("loss_id")
+    if not isinstance(loss_id, str):
+        raise Refused(
+            f"loss_fn {CUSTOM_LOSS!r} needs loss_fn_config['loss_id'], the id that "
+            "create_custom_loss has returned"
+        )
+    graph = find_graph(loss_id)
+    required = {"target_tokens", *(name for name, _ in graph.data_inputs)}
+    return ServedLoss(CUSTOM_LOSS, CUSTOM_LOSS, {}, frozenset(required), frozenset(), graph=graph)
+
+
 def loss_names() -> list[str]:
-    return [*_TINKER_LOSSES, *(n for n in policy_losses.names() if n not in _TINKER_LOSSES)]
+    return [
+        CUSTOM_LOSS,
+        *_TINKER_LOSSES,
+        *(n for n in policy_losses.names() if n not in _TINKER_LOSSES),
+    ]
 
 
 def check_keys(loss: str, config: Mapping[str, object], accepted: Sequence[str]) -> None:

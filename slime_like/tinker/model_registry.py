@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from slime_like.tinker.errors import HttpError, Refused
+from slime_like.tinker.loss_graph import LossGraph
 from slime_like.tinker.store import Journal
 
 ROLES = ("policy", "critic")
@@ -93,12 +94,23 @@ class Checkpoint:
         return self.expires is not None and self.expires < now
 
 
-AnyRecord = ApiSession | RegisteredModel | Sampler | Checkpoint
+@dataclass(slots=True)
+class CustomLoss:
+    """A loss that a client has sent."""
+
+    id: str
+    session: str
+    owner: str
+    graph: dict[str, object]  # a LossGraph as plain values
+
+
+AnyRecord = ApiSession | RegisteredModel | Sampler | Checkpoint | CustomLoss
 _TABLES: dict[type, str] = {  # name in the journal
     ApiSession: "session",
     RegisteredModel: "model",
     Sampler: "sampler",
     Checkpoint: "checkpoint",
+    CustomLoss: "graph",
 }
 
 
@@ -143,6 +155,7 @@ class ModelRegistry:
     models: dict[str, RegisteredModel] = field(default_factory=dict)
     samplers: dict[str, Sampler] = field(default_factory=dict)
     checkpoints: dict[str, Checkpoint] = field(default_factory=dict)
+    graphs: dict[str, CustomLoss] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for record_type, name in _TABLES.items():
@@ -222,6 +235,15 @@ class ModelRegistry:
             raise Refused(f"one critic per policy: {ids} already has one")
         return max(free, key=lambda m: m.created).id
 
+    # --- custom losses ---
+
+    def graph(self, id: str, model: RegisteredModel) -> LossGraph:
+        """A custom loss for a model. Raises Refused if the model's session has not created it."""
+        loss = self.graphs.get(id)
+        if loss is None or loss.session != model.session:
+            raise Refused(f"custom loss {id:.256} does not exist in session {model.session}")
+        return LossGraph.from_plain(loss.graph)
+
     # --- checkpoints ---
 
     def checkpoint(self, path: str, owner: str, kind: str | None = None) -> Checkpoint:
@@ -240,6 +262,11 @@ class ModelRegistry:
     def newest_checkpoint(self, run: str, kind: str) -> Checkpoint | None:
         checkpoints = [c for c in self.checkpoints.values() if c.run == run and c.kind == kind]
         return max(checkpoints, key=lambda c: c.created, default=None)
+
+
+def losses_queue(session: str) -> str:
+    """Key of the queue in which a session's custom losses are created."""
+    return f"{session}:loss"
 
 
 def role_of(user_metadata: dict[str, object] | None, model_role: str | None) -> str:

@@ -16,6 +16,7 @@ from slime_like.tinker.futures import Request, json_result
 from slime_like.tinker.model_registry import (
     KINDS,
     Checkpoint,
+    CustomLoss,
     ModelRegistry,
     RegisteredModel,
     Sampler,
@@ -81,6 +82,8 @@ class ServerOperations:
         """False for requests that are rejected anyway, and for those of ended models."""
         if request.op == "unload":
             return True
+        if request.op == "create_custom_loss":
+            return False
         model = self.registry.models.get(request.body.get("model", ""))
         return "refusal" not in request.body and (model is None or model.state != "ended")
 
@@ -184,6 +187,12 @@ class ServerOperations:
             )
         metrics = {"grad_norm": norm, "learning_rate": adam["learning_rate"]}
         return json_result({"metrics": metrics, "type": "optim_step"})
+
+    async def _create_custom_loss(self, request: Request) -> Result:
+        session = request.body["session"]
+        id = f"{request.queue}:{request.seq}"
+        self.registry.keep(CustomLoss(id, session, request.owner, request.body["graph"]))
+        return json_result({"loss_id": id, "type": "create_custom_loss"})
 
     # --- checkpoints ---
 

@@ -178,6 +178,34 @@ class JoinSamplingSession(Body):
     sampling_session_id: Id
 
 
+class CustomLossInput(Body):
+    name: str = Field(max_length=64)
+    rank: Literal[0, 1, 2]
+
+
+class CustomLossNode(Body):
+    """A node of torch.fx; `loss_graph.check_graph` validates the arguments."""
+
+    op: str = Field(max_length=64)
+    name: str = Field(max_length=256)
+    target: str = Field(max_length=256)
+    args: list[object] = Field(default_factory=list)
+    kwargs: dict[str, object] = Field(default_factory=dict)
+
+
+class CustomLossGraph(Body):
+    format: Literal[1] = 1
+    nodes: list[CustomLossNode]
+
+
+class CreateCustomLoss(Body):
+    session_id: Id
+    custom_loss_seq_id: CountId
+    name: str = Field(max_length=256)
+    inputs: list[CustomLossInput]
+    graph: CustomLossGraph
+
+
 class PromptChunk(Body):
     # fields of other kinds of chunks are allowed here, and rejected later with a clearer message
     model_config = ConfigDict(extra="allow", strict=True)

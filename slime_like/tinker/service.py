@@ -16,11 +16,13 @@ from slime_like.tinker.base_model import BaseModel, adapter_of, check_optimizer,
 from slime_like.tinker.data import DataLimits, check_forward_backward, parse_request
 from slime_like.tinker.errors import HttpError, Refused
 from slime_like.tinker.futures import Request
+from slime_like.tinker.loss_graph import LossGraph, check_graph
 from slime_like.tinker.model_registry import (
     Checkpoint,
     ModelRegistry,
     RegisteredModel,
     Sampler,
+    losses_queue,
     role_of,
 )
 from slime_like.tinker.operations import ServerOperations, snapshot_removed
@@ -60,6 +62,9 @@ class Service:
             dispatcher.queue(model.id, next_seq=model.next_seq)
         for sampler in registry.samplers.values():
             dispatcher.queue(sampler.id, next_seq=None)
+        for session in registry.sessions.values():
+            if not session.finished:
+                dispatcher.queue(losses_queue(session.id), next_seq=None)
 
     def heartbeat(self, body: schemas.Heartbeat, owner: str) -> dict[str, object]:
         self.registry.session(body.session_id, owner)
@@ -188,11 +193,38 @@ class Service:
             return earlier
         body: dict[str, object] = {"model": model.id}
         try:
-            checked = check_forward_backward(request, role=model.role, limits=self.limits)
+            checked = check_forward_backward(
+                request,
+                role=model.role,
+                limits=self.limits,
+                find_graph=lambda id: self.registry.graph(id, model),
+            )
             body["command"] = checked.command()
         except Refused as error:
             body["refusal"] = str(error)
         return self._accept("forward_backward", model.id, request.seq_id, owner, digest, body)
+
+    def create_custom_loss(self, body: schemas.CreateCustomLoss, owner: str) -> dict[str, object]:
+        session = self.registry.session(body.session_id, owner)
+        queue = losses_queue(session.id)
+        digest = digest_of("create_custom_loss", body)
+        if (earlier := self._earlier(queue, body.custom_loss_seq_id, digest)) is not None:
+            return earlier
+        graph = LossGraph(
+            body.name,
+            tuple((each.name, each.rank) for each in body.inputs),
+            tuple(node.model_dump(exclude={"type"}) for node in body.graph.nodes),
+        )
+        request: dict[str, object] = {"session": session.id, "graph": graph.plain()}
+        try:
+            check_graph(graph)
+            self.sessions.check_room_for_loss(session.id)
+        except Refused as error:
+            request = {"refusal": str(error)}
+        self.dispatcher.queue(queue, next_seq=None)
+        return self._accept(
+            "create_custom_loss", queue, body.custom_loss_seq_id, owner, digest, request
+        )
 
     def optim_step(self, body: schemas.OptimStep, owner: str) -> dict[str, object]:
         request: dict[str, object] = {

@@ -11,12 +11,18 @@ from arguments.schema import ServerConfig
 from slime_like.tinker import codec, schemas
 from slime_like.tinker.errors import Failed, HttpError, Refused
 from slime_like.tinker.futures import Request
-from slime_like.tinker.model_registry import ModelRegistry, Quota, RegisteredModel
+from slime_like.tinker.model_registry import (
+    ModelRegistry,
+    Quota,
+    RegisteredModel,
+    losses_queue,
+)
 from slime_like.tinker.operations import ServerOperations
 from slime_like.tinker.request_queue import Dispatcher
 
 log = logging.getLogger(__name__)
 HOUSEKEEPING = "~server"  # queue of the server's own requests to the workers
+MAX_LOSSES = 256  # custom losses per session
 SILENT_S = 60.0  # clients send a heartbeat every 10 s
 FORGOTTEN_AFTER_S = 86400.0  # after sessions and models have ended
 
@@ -79,6 +85,12 @@ class SessionManager:
             self.models_quota, owner, lambda: [m.owner for m in self.registry.live_models()]
         )
 
+    def check_room_for_loss(self, session: str) -> None:
+        """Raise Refused if a session has too many custom losses."""
+        count = sum(loss.session == session for loss in self.registry.graphs.values())
+        if count >= MAX_LOSSES:
+            raise Refused(f"this session has {count} custom losses, its maximum; reuse their ids")
+
     def unload_model(self, model: RegisteredModel, digest: str) -> Request:
         """End a model for its client. Returns a request that is done when its memory is free."""
         self.end_model(model, f"model {model.id} was unloaded by its client", unload=False)
@@ -97,6 +109,10 @@ class SessionManager:
             self.operations.drop_sampler(sampler)
             reason = f"sampling session {sampler.id} has ended: its session has finished"
             self.dispatcher.fail_all(sampler.id, Refused(reason), forget=True)
+        for loss in [each for each in self.registry.graphs.values() if each.session == id]:
+            self.registry.forget(loss)
+        reason = f"session {id} has finished"
+        self.dispatcher.fail_all(losses_queue(id), Refused(reason), forget=True)
 
     def end_silent_sessions(self, now: float | None = None) -> None:
         """Finish silent sessions; remove long-finished sessions and expired checkpoints."""

@@ -32,9 +32,10 @@ from slime_like.megatron.packing import empty_sample
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.megatron.trained_network import TrainedNetwork
 from slime_like.tinker.errors import Refused
-from slime_like.tinker.losses import CRITIC_LOSS
+from slime_like.tinker.loss_graph import LossGraph
+from slime_like.tinker.losses import CRITIC_LOSS, CUSTOM_LOSS
 from slime_like.tinker.model_pool import HostedModel, ModelPool
-from slime_like.tinker.objectives import PolicySum, ValueSum
+from slime_like.tinker.objectives import CustomLosses, CustomSum, PolicySum, ValueSum
 from slime_like.tinker.sampler import PromptSamples, SampleCommand, SnapshotSampler
 from slime_like.types import TrainSample
 from slime_like.weights.quantized import QuantizedWeight
@@ -161,7 +162,7 @@ class ModelHost:
         size = MicroBatchSize(1, max_tokens * self.layout.cp_size)
         selection = SelectionSeed(self.settings.seed, hosted.passes)
         hosted.passes += 1
-        compute = self._computation(loss)
+        compute = self._computation(loss, lengths)
         if forward_only:
             output = network.forward(local, compute, size, selection=selection)
         else:
@@ -179,9 +180,13 @@ class ModelHost:
         """From here on an error may leave incomplete gradients."""
         self.stage = GRADIENTS
 
-    def _computation(self, loss: Mapping[str, Any]) -> TokenComputation:
+    def _computation(self, loss: Mapping[str, Any], lengths: list[int]) -> TokenComputation:
         if loss["kind"] == CRITIC_LOSS:
             return ValueSum(ValueLossConfig(**loss["settings"]))
+        if loss["kind"] == CUSTOM_LOSS:
+            custom = custom_losses(loss, lengths)
+            custom.check()
+            return CustomSum(self._head, custom)
         policy_loss = policy_losses.get(loss["kind"])
         config = policy_loss.config_type(**loss["settings"])
         terms = LossTerms(entropy_coef=loss["entropy_coef"])
@@ -319,6 +324,17 @@ def _as_arrays(columns: Sequence[Sequence[Tensor]], count: int) -> list[list[NDA
     return [[values.numpy() for values in column[:count]] for column in columns]
 
 
+def custom_losses(loss: Mapping[str, Any], lengths: list[int]) -> CustomLosses:
+    """The custom loss of a command."""
+    columns = []
+    for column in loss["inputs"]:
+        values = torch.from_numpy(np.frombuffer(column["data"], dtype=column["dtype"]).copy())
+        parts = values.split([math.prod(shape) for shape in column["shapes"]])
+        columns.append([part.view(shape) for part, shape in zip(parts, column["shapes"])])
+    inputs = [tuple(column[i] for column in columns) for i in range(len(lengths))]
+    return CustomLosses(LossGraph.from_plain(loss["graph"]), inputs, lengths, loss["widths"])
+
+
 def samples_of(lengths: list[int], tokens: bytes, fields: Mapping[str, bytes]) -> list[TrainSample]:
     """Convert datums to samples in which every token is a response token."""
 
@@ -342,6 +358,7 @@ def samples_of(lengths: list[int], tokens: bytes, fields: Mapping[str, bytes]) -
                 tokens=row,
                 response_length=len(row),
                 loss_mask=torch.ones(len(row), dtype=torch.bool),
+                datums=torch.full((len(row),), i),
                 **values,
             )
         )

@@ -27,6 +27,7 @@ REQUESTS = 300
 PATHS = (
     "client/config", "client/dynamic_config", "create_session", "session_heartbeat", "create_model", "get_info", "forward_backward", "optim_step",
     "save_weights", "save_weights_for_sampler", "save_weights_external", "load_weights", "create_sampling_session", "join_sampling_session",
+    "create_custom_loss",
     "asample", "retrieve_future", "weights_info", "sessions/x/finish",
 )  # fmt: skip
 BODIES: dict[str, dict[str, Any]] = {
@@ -38,6 +39,11 @@ BODIES: dict[str, dict[str, Any]] = {
     "create_sampling_session": {"session_id": "S", "sampling_session_seq_id": 1, "base_model": "x"},
     "asample": {"sampling_session_id": "S:sample:0", "seq_id": 0, "num_samples": 1, "sampling_params": {"max_tokens": 2, "stop": None},
                 "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]}},
+    "create_custom_loss": {"session_id": "S", "custom_loss_seq_id": 3, "name": "l", "inputs": [{"name": "logprobs", "rank": 1}], "graph": {"format": 1, "nodes": [
+        {"op": "placeholder", "name": "logprobs", "target": "logprobs", "args": [], "kwargs": {}},
+        {"op": "call_function", "name": "x", "target": "torch.exp", "args": [{"ref": "logprobs"}], "kwargs": {"out": None}},
+        {"op": "call_method", "name": "y", "target": "sum", "args": [{"ref": "x"}, {"tuple": [0, {"slice": [0, {"float": "inf"}, 1]}]}], "kwargs": {}},
+        {"op": "output", "name": "output", "target": "output", "args": [{"tuple": [{"ref": "y"}, {"dict": {"custom/a:sum": {"ref": "y"}}}]}], "kwargs": {}}]}},
     "retrieve_future": {"request_id": "M/1", "allow_metadata_only": False},
     "get_info": {"model_id": "M"},
     "session_heartbeat": {"session_id": "S"},

@@ -38,9 +38,16 @@ LAYOUTS = {
 }
 
 
+def sequence_loss(logprobs: torch.Tensor, weights: torch.Tensor) -> Any:
+    """Needs the log-probs of a whole datum."""
+    mean = logprobs.mean()
+    loss = ((logprobs - mean.detach()) * weights).sum() + (mean + 3).square()
+    return loss, {"custom/mean:mean": mean, "custom/tokens:sum": (weights != 9).float().sum()}
+
+
 def run(server: ApiServer) -> dict[str, Any]:
     """Two steps of a policy, of batches that leave a data-parallel rank without a sample and that
-    need several micro-batches; two critics'; a checkpoint; samples."""
+    need several micro-batches, and one of a custom loss; two critics'; a checkpoint; samples."""
     client = server.client()
     training = policy(client, server)
     norms, losses, scores = [], [], []
@@ -54,6 +61,13 @@ def run(server: ApiServer) -> dict[str, Any]:
             for future in futures
             for out in future.result().loss_fn_outputs
         ]
+    handle = client.create_custom_loss(sequence_loss, {"logprobs": 1, "weights": 1}).result()
+    for chunk in (batch(5, 0), batch(1, 1)):
+        metrics = training.forward_backward_custom(chunk, handle).result().metrics
+        names = ("loss:sum", "surrogate_loss:sum", "custom/mean:mean", "custom/tokens:sum")
+        losses += [metrics[name] for name in names]
+    step = training.optim_step(types.AdamParams(learning_rate=1e-3))
+    norms.append(step.result().metrics["grad_norm"])
     adapters = [
         client.create_lora_training_client(
             str(server.model), rank=4, seed=s, train_unembed=False

@@ -13,11 +13,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from arguments.eval_sets import eval_sets_of
 from arguments.parse import parse_args
 from slime_like.metrics.logger import MetricsLogger
 from slime_like.metrics.trackers.base import trackers
+from slime_like.tinker.loss_graph import LossGraph, check_graph
 from tests.unit.scripts.test_example_command_lines import FIRST_RUNS, PAGES, ROOT, demo_files
 
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -67,6 +69,16 @@ def test_shell(page: Path, text: str) -> None:
         assert not [s for s in scripts if not (ROOT / s).is_file()], line
 
 
+def uploaded(loss: Any, ranks: Any) -> Any:
+    """What the server accepts of a page's custom loss."""
+    from tinker.lib.public_interfaces.custom_loss import encode_graph, trace_loss
+
+    handle = trace_loss(loss, ranks, "s")
+    nodes = tuple(node.model_dump() for node in encode_graph(handle).nodes)
+    check_graph(LossGraph("l", tuple((each.name, each.rank) for each in handle.inputs), nodes))
+    return SimpleNamespace(result=lambda: handle)
+
+
 @pytest.mark.parametrize(("page", "text"), blocks("python"))
 def test_python(page: Path, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -95,6 +107,10 @@ def test_python(page: Path, text: str, tmp_path: Path, monkeypatch: pytest.Monke
             n: names["per_token"](names[n[5:] if n == "loss_weights" else n])
             for n in ("advantages", "loss_weights")
         }
+    if "create_custom_loss" in text:
+        pytest.importorskip("tinker")
+        names |= {"torch": torch, "client": SimpleNamespace(create_custom_loss=uploaded)}
+        names |= {"data": [], "training": SimpleNamespace(forward_backward_custom=lambda *_: None)}
     before = set(trackers.names())
     exec(code, names)
     for name in set(trackers.names()) - before:
