@@ -207,12 +207,8 @@ def routing_metrics(
         loads[layer] = router.load
     dist.all_reduce(table)
     losses, disagreements, loads = table.cpu().split(columns, dim=1)  # the only wait
-    # each rank has a partial sum of a loss, or (z-loss) a mean over its rows; the global loss is
-    # also summed over data-parallel ranks
-    num_terms = {
-        "global_load_balancing_loss": 1,
-        "z_loss": layout.tp_size * layout.cp_size * layout.dp_size,
-    }
+    # each rank has a partial sum of a loss; the global loss is also summed over data-parallel ranks
+    num_terms = {"global_load_balancing_loss": 1}
     metrics = {}
     for (name, metric), total in zip(AUX_LOSSES.items(), losses.sum(dim=0).tolist(), strict=True):
         if name in _enabled_aux_losses(config):

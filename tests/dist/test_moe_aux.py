@@ -33,6 +33,12 @@ CASES: dict[str, tuple[str, int, dict[str, float]]] = {
     "TP2 EP2, aux and seq": (
         f"{TP2} {EP2} {KINDS} aux_loss seq_aux_loss --moe-aux-loss-coeff 0.5 0.25", 2, {"moe_aux_loss": 0.5, "moe_seq_aux_loss": 0.25},
     ),
+    # the ranks have other numbers of tokens, since some of their rows are padding
+    "TP2 EP2, z": (f"{TP2} {EP2} --moe-z-loss-coeff 0.3", 1, {"moe_z_loss": 0.3}),
+    "CP2 EP2, seq and z": (
+        f"--context-parallel-size 2 {EP2} {KINDS} seq_aux_loss --moe-aux-loss-coeff 0.5 --moe-z-loss-coeff 0.3", 1,
+        {"moe_seq_aux_loss": 0.5, "moe_z_loss": 0.3},
+    ),
     "EP2, seq, recomputed": (
         f"{EP2} {KINDS} seq_aux_loss --moe-aux-loss-coeff 0.5 --recompute-granularity selective --recompute-modules moe",
         2, {"moe_seq_aux_loss": 0.5},

@@ -204,6 +204,28 @@ class PackedRouter(TopKRouter):
             probs, scores_for_aux_loss, routing_map, with_padding_mask
         )
 
+    def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
+        """The z-loss of ST-MoE (arXiv 2202.08906, equation 5): the mean over the tokens of the
+        micro-batch on all tensor- and context-parallel ranks. megatron-core takes the mean of the
+        ranks' own means, and ranks with more padding have fewer tokens.
+
+        Args:
+            logits: [t, E].
+            padding_mask: [t] bool, true for padding.
+        """
+        coefficient = self.config.moe_z_loss_coeff
+        if not (coefficient and self.training and torch.is_grad_enabled()):
+            return logits
+        squares = logits.logsumexp(dim=-1).square()
+        valid = torch.ones_like(squares)
+        if padding_mask is not None:
+            valid = (~padding_mask.view(-1)).to(squares.dtype)
+        tokens = reduce_from_tensor_model_parallel_region(valid.sum(), self.tp_cp_group)
+        loss = coefficient * (squares * valid).sum() / tokens.clamp(min=1)
+        return self.attach_and_log_load_balancing_loss(
+            logits, coefficient, loss, "z_loss", self.tp_cp_group
+        )
+
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
         """Count the tokens of each expert for the update of the expert bias, once per token of a
         training pass; recomputation does not count twice."""
