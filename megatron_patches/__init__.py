@@ -6,10 +6,10 @@
 megatron-core assumes a CUDA device and, in places, Transformer Engine. Each patch removes one such
 assumption or fixes one bug. It has its own file, which documents the target, the reason and the
 affected versions, and it is applied only where its condition holds: with CUDA and Transformer
-Engine, only `torch_norm_sp`, `moe_permute`, `mla_tp_grads`, `mla_no_q_norm`, `geglu_clamp`,
-`rope_thd`, `known_shapes`, `offload_ckpt` and `safe_checkpoints` remain. All patches verify their
-targets before the first one changes anything. Importing this package imports neither torch nor
-megatron-core.
+Engine, only `torch_norm_sp`, `recompute_rest`, `moe_permute`, `mla_tp_grads`, `mla_no_q_norm`,
+`geglu_clamp`, `rope_thd`, `known_shapes`, `offload_ckpt` and `safe_checkpoints` remain. All patches
+verify their targets before the first one changes anything. Importing this package imports neither
+torch nor megatron-core.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ ORDER = (
     "rng_on_cpu",
     "torch_norm_sp",
     "recompute_no_te",
+    "recompute_rest",
     "moe_no_te",
     "latent_moe_no_te",
     "moe_permute",

@@ -197,6 +197,9 @@ CELLS = {
         ("Qwen3NextForCausalLM", "--micro-batch-size 1"),  # DP2
         ("Qwen3_5ForConditionalGeneration", CP2),
         ("Qwen3_5ForConditionalGeneration", TP2),
+        # norms within the blocks, whose gradients each rank has a part of
+        ("Qwen3_5ForConditionalGeneration", "--tensor-model-parallel-size 2"),
+        ("Nemotron-H without experts", "--tensor-model-parallel-size 2"),
         ("KimiLinearForCausalLM", TP2_EP2),
         ("KimiLinearForCausalLM", f"{CP2} {EP2} {RECOMPUTE['recompute']}"),
         ("KimiLinearForCausalLM", "--micro-batch-size 1"),  # DP2
@@ -252,7 +255,11 @@ OF_EVERY_EXPERTS = {
     2: [TP2_EP2, f"{CP2} {EP2}", "--micro-batch-size 1"],
     4: [f"{PP2} {EP2}"],
 }
-IN_MAKE_TEST = [("Qwen3NextForCausalLM", f"{CP2} {EP2}")]
+REST = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 3"
+IN_MAKE_TEST = [
+    ("Qwen3NextForCausalLM", f"{CP2} {EP2}"),
+    ("Qwen3NextForCausalLM", f"{PP2} {REST}"),  # two layers on each stage
+]
 
 
 @pytest.fixture(scope="module")

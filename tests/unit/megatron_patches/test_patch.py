@@ -33,6 +33,7 @@ NOT_NEEDED = [
     for name, needed in (
         ("moe_no_te", release() < (0, 17)),
         ("moe_permute", release() < (0, 17)),
+        ("recompute_rest", release() < (0, 17)),
         ("mla_no_te", release() < (0, 17)),
         ("mla_no_q_norm", release() >= (0, 19)),
     )
@@ -117,6 +118,7 @@ def test_one_applies_on_a_machine_with_cuda_and_transformer_engine(
     report = megatron_patches.apply()
     always = [
         "torch_norm_sp",
+        "recompute_rest",
         "moe_permute",
         "mla_tp_grads",
         "mla_no_q_norm",
@@ -149,6 +151,7 @@ def test_on_cuda_without_transformer_engine_only_the_other_patches_are_due(
         for name in (
             "torch_norm_sp",
             "recompute_no_te",
+            "recompute_rest",
             "moe_no_te",
             "latent_moe_no_te",
             "moe_permute",
@@ -229,6 +232,11 @@ TARGETS = [
     ("rng_on_cpu", "tensor_parallel.random", "CudaRNGStatesTracker.fork"),
     ("torch_norm_sp", "transformer.torch_norm", "WrappedTorchNorm.__new__"),
     ("recompute_no_te", "tensor_parallel.random", "CheckpointWithoutOutput.__init__"),
+    *(
+        [("recompute_rest", "transformer.transformer_block", "TransformerBlock._get_layer")]
+        if "recompute_rest" not in NOT_NEEDED
+        else []
+    ),
     ("moe_no_te", "transformer.moe.moe_utils", "RouterGatingLinearFunction.forward"),
     ("latent_moe_no_te", "transformer.moe.moe_layer", "MoELayer.__init__"),
     ("mla_no_te", "transformer.multi_latent_attention", "MultiLatentAttention.__init__"),
