@@ -20,7 +20,7 @@ from megatron.core.transformer.utils import (
     make_sharded_tensors_for_checkpoint,
 )
 from torch import Tensor
-from torch.nn.attention.bias import CausalBias
+from torch.nn.attention.bias import CausalBias, causal_lower_right
 
 from slime_like.megatron.ops.attention import PackedAttention
 
@@ -63,6 +63,7 @@ class WindowAttention(PackedAttention):
             key = key[:, skipped:]
             value = value[:, skipped:]
             keys = keys - skipped
+            mask = causal_lower_right(queries, keys)
         within = self.before is None or keys <= self.before + 1
         if by_position and within and self.softmax_offset is None:
             return super()._sdpa(query, key, value, mask)

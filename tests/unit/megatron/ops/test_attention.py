@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torch.nn.attention.bias import causal_lower_right
 
 import megatron_patches
 
@@ -128,6 +129,18 @@ def test_a_layer_without_a_window_is_plain_attention() -> None:
     first = WindowAttention(module.config, 1, AttnMaskType.causal, "self")
     outputs = [m(q, k, v, None, packed_seq_params=rows) for m in (first, plain, module)]
     assert torch.equal(outputs[0], outputs[1]) and not torch.equal(outputs[2], outputs[1])
+
+
+@pytest.mark.parametrize("queries", [1, 2, 5])
+@pytest.mark.parametrize("window", [None, 1, 3, 6])
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_the_last_queries_of_a_sequence(queries: int, window: int | None, with_sinks: bool) -> None:
+    """As context-parallel ranks and blocks of a row have them, a single one too."""
+    torch.manual_seed(3)
+    module = window_attention(window, torch.randn(4).double() if with_sinks else None)
+    q, k, v = (torch.randn(1, 8, n, 8, dtype=torch.float64) for n in (4, 2, 2))
+    part = module._sdpa(q[:, -queries:], k, v, causal_lower_right(queries, 8))
+    torch.testing.assert_close(part, module._sdpa(q, k, v)[:, -queries:], rtol=1e-12, atol=1e-13)
 
 
 def test_sequences_do_not_see_each_other() -> None:
