@@ -16,7 +16,7 @@ PYTEST := OMP_NUM_THREADS=$(TEST_THREADS) $(BIN)/python -m pytest -q -n $(TEST_W
 # Write bytecode even if the image disables it: hundreds of test processes import our modules.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: install demo test test-extended test-slow test-processors test-pretend-gpu te-python fuzz test-learning test-slurm sglang-env test-sglang cookbook-env test-cookbook newest-env test-newest see-env test-see trl-env bench-trl gpu-check docs-env docs lint format typecheck flags proto parity parity-full clean
+.PHONY: install demo test test-extended test-slow test-processors test-pretend-gpu te-python fuzz search-layouts test-learning test-slurm sglang-env test-sglang cookbook-env test-cookbook newest-env test-newest see-env test-see trl-env bench-trl gpu-check docs-env docs lint format typecheck flags proto parity parity-full clean
 
 install: $(STAMP)
 
@@ -38,7 +38,7 @@ demo: install
 
 # about 5 minutes on 2 idle cores
 test: install
-	$(PYTEST) -m "not slow and not extended and not gpu and not pretend_gpu and not slurm and not sglang and not cookbook and not see and not learning" $(TESTS)
+	$(PYTEST) -m "not slow and not extended and not gpu and not pretend_gpu and not slurm and not sglang and not cookbook and not see and not learning and not search" $(TESTS)
 
 # more layouts, kills and servers than make test
 test-extended: install
@@ -71,6 +71,15 @@ FUZZ_SEED ?= 0
 # Hypothesis-generated engine answers, checkpoints, rows and API bodies; about an hour
 fuzz: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --timeout 7200 --hypothesis-profile long --hypothesis-seed $(FUZZ_SEED) tests/fuzz
+
+# Random families, features, layouts and releases against one process in float64, about 15 s an example;
+# OTHER_PYTHON: an environment with another megatron-core
+SEED ?= 0
+EXAMPLES ?= 200
+OTHER_PYTHON ?= $(wildcard $(CURDIR)/.venv-newest/bin/python)
+
+search-layouts: install
+	SEARCH_EXAMPLES=$(EXAMPLES) OTHER_PYTHON=$(OTHER_PYTHON) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -s -n 0 -m search --hypothesis-seed $(SEED) tests/search/test_layouts.py
 
 # seeds of make test-learning, for example LEARNING_SEEDS="1 2 3"
 LEARNING_SEEDS ?= 1

@@ -42,9 +42,15 @@ class _Preloaded:
     """A process that has imported `modules` and forks a launcher for each call. It ends when its
     standard input is closed, at the latest with this process."""
 
-    def __init__(self, *modules: str, environment: Mapping[str, str] = WITHOUT_GPU) -> None:
+    def __init__(
+        self,
+        *modules: str,
+        environment: Mapping[str, str] = WITHOUT_GPU,
+        python: str = sys.executable,
+    ) -> None:
         self._modules = modules
         self._environment = environment
+        self._python = python
         self._process: subprocess.Popen[bytes] | None = None
 
     def launch(self, argv: list[str], output: Path, timeout_s: float) -> int | None:
@@ -56,7 +62,7 @@ class _Preloaded:
         """
         if self._process is None or self._process.poll() is not None:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "benchmarks.parity.ranks", *self._modules],
+                [self._python, "-m", "benchmarks.parity.ranks", *self._modules],
                 cwd=REPOSITORY,
                 env={"OMP_NUM_THREADS": "1", **os.environ, **self._environment},
                 stdin=subprocess.PIPE,
@@ -83,13 +89,14 @@ PRELOADED = (
     "transformers.models.qwen3.modeling_qwen3",
     "transformers.tokenization_utils_tokenizers",
 )
-_preloaded: dict[tuple[tuple[str, str], ...], _Preloaded] = {}  # by environment
+# by interpreter and environment
+_preloaded: dict[tuple[str, tuple[tuple[str, str], ...]], _Preloaded] = {}
 
 
-def _preloaded_in(environment: Mapping[str, str]) -> _Preloaded:
-    key = tuple(sorted(environment.items()))
+def _preloaded_in(environment: Mapping[str, str], python: str) -> _Preloaded:
+    key = python, tuple(sorted(environment.items()))
     if key not in _preloaded:
-        _preloaded[key] = _Preloaded(*PRELOADED, environment=environment)
+        _preloaded[key] = _Preloaded(*PRELOADED, environment=environment, python=python)
     return _preloaded[key]
 
 
@@ -103,6 +110,7 @@ def run_ranks(
     show: bool = False,
     preloaded: bool = True,
     environment: Mapping[str, str] = WITHOUT_GPU,
+    python: str = sys.executable,
 ) -> list[Any]:
     """Results of ranks 0 to world_size - 1. Raises AssertionError with the tracebacks of failing
     ranks.
@@ -111,12 +119,17 @@ def run_ranks(
         show: Show the output of the ranks immediately.
         preloaded: False for a module that must be imported before megatron-core.
         environment: Variables of the ranks. If they see CUDA devices, each takes that of its rank.
+        python: Their interpreter, of an environment with another release of megatron-core.
     """
     folder.mkdir(parents=True, exist_ok=True)
     argv = [target, str(world_size), str(folder), json.dumps(arguments), str(timeout_s)]
     printed = folder / "output.txt"
     output = Path("/dev/stderr") if show else printed
-    launcher = _preloaded_in(environment) if preloaded else _Preloaded(environment=environment)
+    launcher = (
+        _preloaded_in(environment, python)
+        if preloaded
+        else _Preloaded(environment=environment, python=python)
+    )
     status = launcher.launch(argv, output, timeout_s)
     errors = "\n".join(
         f"{path.stem}: {path.read_text()}" for path in sorted(folder.glob("error-*.txt"))

@@ -46,6 +46,11 @@ EXPERT_LAYOUTS = {
     "ETP2 SP": "--tensor-model-parallel-size 2 --sequence-parallel",
     "experts PP2": "--pipeline-model-parallel-size 2",
 }
+# on four ranks
+EXPERTS_CUT_IN_BOTH_WAYS = {
+    "EP2 x ETP2": "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2",
+    "EP4 ETP1": "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 4 --expert-tensor-parallel-size 1",
+}
 LATENT_LAYOUTS = {
     "latent TP2 SP EP2": "--tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 2 --expert-tensor-parallel-size 1",
     "latent CP2": "--context-parallel-size 2",
@@ -209,14 +214,22 @@ def compare(found: dict[str, Any], one: dict[str, Any], label: str) -> None:
 
 
 def compare_layouts(
-    layouts: dict[str, str], one: dict[str, Any], files: dict[str, str], folder: Path
+    layouts: dict[str, str],
+    one: dict[str, Any],
+    files: dict[str, str],
+    folder: Path,
+    ranks: int = 2,
 ) -> None:
-    """On two ranks. layouts: their flags, by name."""
+    """layouts: their flags, by name."""
     run_ranks(
-        "tests.dist.lora_worker:layouts", 2, folder, {**files, "layouts": layouts}, timeout_s=240
+        "tests.dist.lora_worker:layouts",
+        ranks,
+        folder,
+        {**files, "layouts": layouts},
+        timeout_s=240,
     )
     for name in layouts:
-        for rank in range(2):
+        for rank in range(ranks):
             compare(torch.load(f"{files['out']}/{name}-{rank}.pt"), one, f"{name} rank {rank}")
 
 
@@ -249,6 +262,15 @@ def test_experts_and_the_output_layer(alone: Any, files: dict[str, str], tmp_pat
         files,
         tmp_path,
     )
+
+
+@pytest.mark.slow
+def test_experts_cut_in_both_ways(alone: Any, files: dict[str, str], tmp_path: Path) -> None:
+    """The ranks of an expert's parts, and those with other experts."""
+    files = {**files, "model": files["experts"]}
+    one = worker.train(files["model"], alone, EVERYTHING)
+    layouts = {name: f"{EVERYTHING} {flags}" for name, flags in EXPERTS_CUT_IN_BOTH_WAYS.items()}
+    compare_layouts(layouts, one, files, tmp_path, ranks=4)
 
 
 @pytest.fixture(scope="module")
