@@ -1,0 +1,120 @@
+"""Manifold-constrained hyper-connections (mHC, arXiv 2512.24880; DeepSeek-V4 and GLM-5.3 have
+them), which replace the residual connection of a block f by N residual streams X_1 ... X_N:
+
+    u = sum_n a_n X_n,    X'_n = b_n f(norm(u)) + sum_m C_mn X_m
+
+Weights a, b and C are functions of all streams of the token. C is nearly doubly stochastic: its
+columns sum to 1, its rows nearly so. (megatron-core's main branch of August 2026 mixes by the
+transpose of C, and has other epsilons.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+SCALES = 3  # of a, b and C
+
+
+def number_of_weights(streams: int) -> int:
+    """Of one token: a and b, and the matrix C."""
+    return (2 + streams) * streams
+
+
+def sinkhorn(logits: Tensor, iterations: int, epsilon: float) -> Tensor:
+    """Make matrices [..., N, N] nearly doubly stochastic (Sinkhorn and Knopp 1967): a softmax of
+    each row, then columns, and `iterations` - 1 times rows and columns are divided by their sums.
+    `epsilon` is added to each entry of the softmax and to each sum."""
+    weights = logits.softmax(-1) + epsilon
+    weights = weights / (weights.sum(-2, keepdim=True) + epsilon)
+    for _ in range(iterations - 1):
+        weights = weights / (weights.sum(-1, keepdim=True) + epsilon)
+        weights = weights / (weights.sum(-2, keepdim=True) + epsilon)
+    return weights
+
+
+def _read(
+    streams: Tensor,
+    weight: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    norm_epsilon: float,
+    epsilon: float,
+    iterations: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `read_streams`."""
+    number = streams.size(1)
+    dtype = torch.promote_types(streams.dtype, torch.float32)
+    wide = streams.to(dtype)
+    flat = wide.flatten(1)
+    norm = torch.rsqrt(flat.square().mean(-1, keepdim=True) + norm_epsilon)
+    scores = F.linear(flat, weight.to(dtype)) * norm
+    sizes = (number, number, number * number)
+    parts = zip(scores.split(sizes, -1), scale.to(dtype), base.to(dtype).split(sizes), strict=True)
+    reading, writing, mixing = (score * factor + bias for score, factor, bias in parts)
+    reading = reading.sigmoid() + epsilon
+    mixing = sinkhorn(mixing.unflatten(-1, (number, number)), iterations, epsilon)
+    collapsed = (reading.unsqueeze(-1) * wide).sum(1, keepdim=True)
+    return (
+        collapsed.to(streams.dtype),
+        (2 * writing.sigmoid()).to(streams.dtype),
+        mixing.to(streams.dtype),
+    )
+
+
+def read_streams(
+    streams: Tensor,
+    weight: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    *,
+    norm_epsilon: float,
+    epsilon: float,
+    iterations: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The input of a block, and how its output is written. Computed in float32 or wider, and again
+    in backward: the weights and their steps would take several times the memory of the streams.
+
+    Args:
+        streams: [T, N, H].
+        weight: [(2 + N) N, N H], of a, b and the rows of C.
+        base: [(2 + N) N], added to their products, which are multiplied by
+        scale: [3], of a, b and C.
+        norm_epsilon: Of the root mean square over all streams of a token.
+        epsilon: Added to a, and see `sinkhorn`.
+        iterations: See `sinkhorn`.
+
+    Returns:
+        u [T, 1, H], b [T, N] and C [T, N, N], in the dtype of the streams.
+    """
+    settings = (norm_epsilon, epsilon, iterations)
+    found: Sequence[Tensor] = checkpoint(
+        _read, streams, weight, base, scale, *settings, use_reentrant=False
+    )
+    block_input, writing, mixing = found
+    return block_input, writing, mixing
+
+
+def write_streams(streams: Tensor, output: Tensor, writing: Tensor, mixing: Tensor) -> Tensor:
+    """The streams after a block, [T, N, H].
+
+    Args:
+        streams: Those before it.
+        output: Of the block, [T, 1, H].
+        writing, mixing: Of `read_streams`.
+    """
+    return torch.baddbmm(writing.unsqueeze(-1) * output, mixing.mT, streams)
+
+
+def spread(hidden: Tensor, streams: int) -> Tensor:
+    """[T, 1, H] -> [T, N, H], all streams alike."""
+    return hidden.repeat(1, streams, 1)
+
+
+def mean_of_streams(streams: Tensor) -> Tensor:
+    """[T, N, H] -> [T, 1, H]."""
+    return streams.mean(1, keepdim=True)
