@@ -221,6 +221,8 @@ def transformer_config_type(values: Mapping[str, object]) -> type[TransformerCon
     """The config class with the fields that the network described by `values` needs."""
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
+    if values.get("residual_streams"):
+        return _streams_config()
     if values.get("linear_decay_per_channel"):
         return _kimi_config()
     if values.get("block_pattern"):
@@ -269,6 +271,7 @@ def _sparse_config() -> type[TransformerConfig]:
         index_head_dim: int = 128
         index_rotary_interleaved: bool = False
         index_shared: list[int] | None = None  # per layer: 1 reuses the previous layer's selection
+        index_pool: int = 1  # consecutive keys that are scored and selected as one
 
     return SparseConfig
 
@@ -286,6 +289,21 @@ def _kimi_config() -> type[TransformerConfig]:
         latent_unrotated: bool = False  # latent attention without rotary embedding
 
     return KimiConfig
+
+
+@functools.cache
+def _streams_config() -> type[TransformerConfig]:
+    @dataclasses.dataclass
+    class StreamsConfig(_kimi_config(), _sparse_config()):  # type: ignore[misc]
+        """The fields of GLM-5.3: those of slime_like/megatron/model/hyper_connections.py, and those
+        of Kimi delta attention and of sparse attention."""
+
+        residual_streams: int = 4
+        sinkhorn_iterations: int = 20
+        sinkhorn_epsilon: float = 1e-6
+        latent_norm_epsilon: float = 1e-6  # of latent attention's norms
+
+    return StreamsConfig
 
 
 @functools.cache
@@ -310,6 +328,8 @@ def _fusions(build: Build) -> dict[str, bool]:
     gpu = build.machine.cuda and build.machine.transformer_engine
     gated = bool(values.get("gated_linear_unit"))
     fusable = values.get("activation_func", "gelu") in (("silu", "quick_gelu") if gated else ())
+    if values.get("activation_func_clamp_value") is not None:
+        fusable = values["activation_func"] == "quick_gelu"  # fused SwiGLU would not be clamped
     return {
         "bias_activation_fusion": gpu and fusable,
         # grouped experts with biases do not support it

@@ -3,7 +3,8 @@ restricted to the keys that an indexer selects for each query.
 
 The indexer is not trained: there is no gradient through the selection, and its weights are buffers.
 It is replicated over tensor-parallel ranks; context-parallel ranks gather its keys. A layer may
-reuse the selection of the closest preceding layer with an indexer (GLM-5.2).
+reuse the selection of the closest preceding layer with an indexer (GLM-5.2). Keys may be scored and
+selected in pools (GLM-5.3, which has no rotary embedding).
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from slime_like.megatron.ops.context_parallel import gather_keys, gather_rows
 from slime_like.megatron.ops.sparse_attention import (
     far_rows,
     far_spans,
+    most_keys,
+    pooled,
     select_keys,
     sparse_attention,
 )
@@ -46,6 +49,11 @@ def indexer_layer(config: TransformerConfig, number: int) -> int:
     return number
 
 
+def has_far_queries(rows: PackedRows, config: TransformerConfig) -> bool:
+    """Whether a query of these sequences attends to a selection."""
+    return max(rows.lengths) > most_keys(config.index_topk, config.index_pool)
+
+
 class Indexer(torch.nn.Module):
     """The lightning indexer of one layer."""
 
@@ -54,6 +62,8 @@ class Indexer(torch.nn.Module):
     k_norm_weight: Tensor
     k_norm_bias: Tensor
     weights_proj: Tensor
+    pool_gate: Tensor  # with pools: projection to the scores of `pooled`, and their bias
+    pool_bias: Tensor
     # in a model in half precision; published files have them in float32
     float32_buffers = ("k_norm_weight", "k_norm_bias", "weights_proj")
 
@@ -63,13 +73,20 @@ class Indexer(torch.nn.Module):
         self.groups = groups
         self.heads = config.index_n_heads
         self.dim = config.index_head_dim
-        for name, shape in {
+        self.pool = config.index_pool
+        shapes: dict[str, tuple[int, ...]] = {
             "wq_b": (self.heads * self.dim, config.q_lora_rank),
             "wk": (self.dim, config.hidden_size),
             "k_norm_weight": (self.dim,),
             "k_norm_bias": (self.dim,),
             "weights_proj": (self.heads, config.hidden_size),
-        }.items():
+        }
+        if self.pool > 1:
+            shapes |= {
+                "pool_gate": (self.dim, config.hidden_size),
+                "pool_bias": (self.pool, self.dim),
+            }
+        for name, shape in shapes.items():
             dtype = config.params_dtype
             if name in self.float32_buffers:
                 dtype = torch.promote_types(dtype, torch.float32)
@@ -77,22 +94,25 @@ class Indexer(torch.nn.Module):
 
     @torch.no_grad()
     def forward(
-        self, hidden: Tensor, compressed: Tensor, rows: PackedRows, cosines: Tensor, sines: Tensor
+        self,
+        hidden: Tensor,
+        compressed: Tensor,
+        rows: PackedRows,
+        rotation: tuple[Tensor, Tensor] | None,
     ) -> Tensor:
         """Select the keys of the far queries of this rank; see `select_keys`.
 
         Args:
             hidden: [T, H], this rank's rows, also under sequence or context parallelism.
             compressed: [T, q_lora_rank], normalised query latent of the same rows.
-            cosines, sines: [positions, rotary dimensions].
-
-        Returns:
-            [F, topk] int32.
+            rotation: Cosines and sines of the rotary embedding, [positions, rotary dimensions].
         """
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         norm = (self.k_norm_weight, self.k_norm_bias, KEY_NORM_EPSILON)
         keys = F.layer_norm(F.linear(hidden, self.wk).to(dtype), (self.dim,), *norm)
         keys = keys.to(hidden.dtype)
+        if self.pool > 1:
+            keys = torch.cat([keys, F.linear(hidden, self.pool_gate)], -1)
         weights = F.linear(hidden.to(dtype), self.weights_proj.to(dtype))
         if self.config.sequence_parallel:
             keys, weights, compressed = (
@@ -101,15 +121,20 @@ class Indexer(torch.nn.Module):
             )
         if rows.context is not None:
             keys = gather_rows(keys, self.groups.cp)[rows.context.natural]
-        far = far_rows(rows, self.config.index_topk) if rows.far is None else rows.far
-        spans = far_spans(rows, self.config.index_topk)
+        topk = self.config.index_topk
+        far = far_rows(rows, topk, self.pool) if rows.far is None else rows.far
+        spans = far_spans(rows, most_keys(topk, self.pool))
         queries = F.linear(compressed[far.queries], self.wq_b).unflatten(1, (self.heads, self.dim))
-        queries = self._rotate(queries, cosines[far.places], sines[far.places])
-        places = far.key_places
-        keys = self._rotate(keys.unsqueeze(1), cosines[places], sines[places]).squeeze(1)
+        if rotation is not None:
+            cosines, sines = rotation
+            queries = self._rotate(queries, cosines[far.places], sines[far.places])
+            places = far.key_places
+            keys = self._rotate(keys.unsqueeze(1), cosines[places], sines[places]).squeeze(1)
+        if far.pools is not None:
+            keys = pooled(*keys.chunk(2, -1), self.pool_bias, far.pools)
         # 1 / sqrt(heads) and 1 / sqrt(dim), as in the published code
         weights = weights[far.queries] * (self.heads * self.dim) ** -0.5
-        return select_keys(queries, weights, keys, spans, self.config.index_topk)
+        return select_keys(queries, weights, keys, spans, topk, self.pool, rows.lengths)
 
     def _rotate(self, x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
         """Apply the rotary embedding, by halves or interleaved, to the first dimensions of
@@ -149,27 +174,29 @@ class SparseLatentAttention(MLASelfAttention):
         packed_seq_params: PackedRows | None = None,
         **settings: Any,
     ) -> tuple[Tensor, ...]:
-        """As in megatron-core; it also selects keys if a sequence is longer than `index_topk`."""
+        """As in megatron-core; it also selects keys if a sequence has more than a query attends
+        to."""
         outputs: tuple[Tensor, ...] = super().get_query_key_value_tensors(
             hidden_states, key_value_states, position_ids, packed_seq_params, **settings
         )
         rows = packed_seq_params
         assert isinstance(rows, PackedRows)
-        longest = max(rows.lengths)
-        if self.indexer is not None and longest > self.config.index_topk:
-            angles = self.rotary_pos_emb(longest, packed_seq=True)
-            scale = 1.0
-            if self.config.rope_type == "yarn":
-                angles, scale = angles
-            angles = angles[:, 0, 0]
+        if self.indexer is not None and has_far_queries(rows, self.config):
             rows.selected_keys[self.layer_number] = self.indexer(
-                hidden_states.squeeze(1),
-                self._normalised(outputs[3]),
-                rows,
-                angles.cos() * scale,
-                angles.sin() * scale,
+                hidden_states.squeeze(1), self._normalised(outputs[3]), rows, self._rotation(rows)
             )
         return outputs
+
+    def _rotation(self, rows: PackedRows) -> tuple[Tensor, Tensor] | None:
+        """See `Indexer.forward`."""
+        if not self.config.qk_pos_emb_head_dim:
+            return None
+        angles = self.rotary_pos_emb(max(rows.lengths), packed_seq=True)
+        scale = 1.0
+        if self.config.rope_type == "yarn":
+            angles, scale = angles
+        angles = angles[:, 0, 0]
+        return angles.cos() * scale, angles.sin() * scale
 
     def _normalised(self, compressed: Tensor) -> Tensor:
         """Normalise the query latent if its norm is fused into the up-projection, as in Transformer
@@ -190,8 +217,8 @@ class SparseLatentAttention(MLASelfAttention):
 
 
 class SparseAttention(PackedAttention):
-    """Core attention to the selected keys. If no sequence is longer than `index_topk`, it is the
-    full attention of `PackedAttention`."""
+    """Core attention to the selected keys. If queries attend to all keys, it is the full attention
+    of `PackedAttention`."""
 
     def __init__(
         self,
@@ -216,7 +243,7 @@ class SparseAttention(PackedAttention):
     ) -> Tensor:
         rows = packed_seq_params
         assert isinstance(rows, PackedRows) and attention_bias is None and attention_mask is None
-        if max(rows.lengths) <= self.config.index_topk:
+        if not has_far_queries(rows, self.config):
             out: Tensor = super().forward(query, key, value, None, packed_seq_params=rows)
             return out
         if rows.context is not None:

@@ -17,3 +17,6 @@ class FarRows:
     queries: Tensor  # [F], of this rank's rows
     places: Tensor  # [F], position of each far query within its sequence
     key_places: Tensor  # [T], the same of all natural rows
+    # [P, n], natural rows of the complete pools of n keys, sequence after sequence; None without
+    # pools (ops/sparse_attention.py)
+    pools: Tensor | None

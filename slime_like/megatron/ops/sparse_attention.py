@@ -4,12 +4,16 @@
 A query with at most `topk` preceding keys (its own included) attends to all of them and needs no
 index scores. The other queries are called far. Scores and masks of far queries are computed in
 pieces, and recomputed in backward, so that memory grows linearly with the sequence length.
+
+In GLM-5.3 the keys of each sequence are in pools of `pool` consecutive ones. A pool is scored as
+one and selected with all its keys; a query also attends to its last, incomplete pool (its own key
+and those before it, up to `pool` - 1). Without pools, `pool` is 1.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -44,14 +48,21 @@ def near_and_far(span: Span, topk: int) -> tuple[Span, Span]:
     return (first, middle, key_first, key_first + before + near), (middle, last, *span[2:])
 
 
+def most_keys(topk: int, pool: int) -> int:
+    """The number of keys that a query attends to at most: those of the selected pools, and of an
+    incomplete one. A query with so many preceding keys or fewer has no other pools."""
+    return topk + pool - 1
+
+
 def far_spans(rows: PackedRows, topk: int) -> list[Span]:
+    """topk: as of `near_and_far`."""
     spans = (near_and_far(span, topk)[1] for span in spans_of(rows))
     return [span for span in spans if span[0] < span[1]]
 
 
-def far_rows(rows: PackedRows, topk: int) -> FarRows:
-    """On the host. topk: as of `near_and_far`."""
-    spans = far_spans(rows, topk)
+def far_rows(rows: PackedRows, topk: int, pool: int = 1) -> FarRows:
+    """On the host."""
+    spans = far_spans(rows, most_keys(topk, pool))
     queries = [torch.arange(a, b) for a, b, _, _ in spans]
     places = [torch.arange(d - c - (b - a), d - c) for a, b, c, d in spans]
     nothing = torch.zeros(0, dtype=torch.int64)
@@ -59,7 +70,21 @@ def far_rows(rows: PackedRows, topk: int) -> FarRows:
         torch.cat([nothing, *queries]),
         torch.cat([nothing, *places]),
         torch.cat([torch.arange(n) for n in rows.lengths]),
+        _pools(rows.lengths, pool) if pool > 1 else None,
     )
+
+
+def _pools(lengths: Sequence[int], pool: int) -> Tensor:
+    """See `FarRows`."""
+    complete = [
+        torch.arange(start, start + n - n % pool)
+        for start, n in zip(_starts(lengths), lengths, strict=False)
+    ]
+    return torch.cat(complete).view(-1, pool)
+
+
+def _starts(lengths: Iterable[int]) -> Iterator[int]:
+    return itertools.accumulate(lengths, initial=0)
 
 
 def pieces(spans: Iterable[Span], heads: int) -> Iterator[Span]:
@@ -88,29 +113,62 @@ def index_scores(queries: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
     return torch.matmul(weights.unsqueeze(1), products).squeeze(1)
 
 
+def pooled(keys: Tensor, scores: Tensor, bias: Tensor, pools: Tensor) -> Tensor:
+    """The keys of pools, [P, d]: sums of their keys, weighted channel by channel by a softmax.
+
+    Args:
+        keys: [T, d], natural rows.
+        scores: [T, d], of the softmax.
+        bias: [n, d], added to the scores by place within a pool.
+        pools: See `FarRows`.
+    """
+    dtype = torch.promote_types(keys.dtype, torch.float32)
+    weights = (scores[pools].to(dtype) + bias.to(dtype)).softmax(1).to(keys.dtype)
+    return (weights * keys[pools]).sum(1)
+
+
 def select_keys(
-    queries: Tensor, weights: Tensor, keys: Tensor, far: Iterable[Span], topk: int
+    queries: Tensor,
+    weights: Tensor,
+    keys: Tensor,
+    far: Iterable[Span],
+    topk: int,
+    pool: int = 1,
+    lengths: Sequence[int] = (),
 ) -> Tensor:
-    """Select the `topk` keys with the largest index scores for each far query; ties go to the
-    earlier key.
+    """Select the `topk` / `pool` pools with the largest index scores for each far query; ties go to
+    the earlier pool.
 
     Args:
         queries, weights: As for `index_scores`, for the far queries in row order.
-        keys: [T, d], natural rows.
+        keys: [P, d], of the pools in natural order; without pools [T, d], natural rows.
+        lengths: Of all sequences, with pools.
 
     Returns:
-        [F, topk] int32, relative to the first key of the query's sequence.
+        [F, topk + pool - 1] int32, relative to the first key of the query's sequence: the keys of
+        the selected pools, and those of the incomplete pool, some of them twice if these are fewer.
     """
-    selected = [queries.new_empty(0, topk, dtype=torch.int32)]
+    selected = [queries.new_empty(0, most_keys(topk, pool), dtype=torch.int32)]
+    counts = (n // pool for n in lengths)
+    first_pools = dict(zip(_starts(lengths), _starts(counts), strict=True))  # by first key
+    within = torch.arange(pool, device=keys.device)
     at = 0
     for first, last, key_first, key_last in pieces(far, queries.size(1)):
         count = last - first
         num_keys = key_last - key_first
         piece = slice(at, at + count)
-        scores = index_scores(queries[piece], weights[piece], keys[key_first:key_last])
-        later = torch.ones_like(scores, dtype=torch.bool).triu(num_keys - count + 1)
+        start = key_first if pool == 1 else first_pools[key_first]
+        pool_keys = keys[start : start + num_keys // pool]
+        scores = index_scores(queries[piece], weights[piece], pool_keys)
+        seen = torch.arange(num_keys - count + 1, num_keys + 1, device=keys.device).unsqueeze(1)
+        later = torch.arange(scores.size(1), device=keys.device) >= seen // pool
         ranked = scores.masked_fill_(later, -torch.inf).sort(dim=1, descending=True, stable=True)
-        selected.append(ranked.indices[:, :topk].int())
+        chosen = ranked.indices[:, : topk // pool]
+        if pool > 1:
+            chosen = (chosen.unsqueeze(2) * pool + within).flatten(1)
+            last_pool = seen // pool * pool + within[:-1]
+            chosen = torch.cat([chosen, last_pool.where(last_pool < seen, chosen[:, :1])], 1)
+        selected.append(chosen.int())
         at += count
     return torch.cat(selected)
 
@@ -138,7 +196,7 @@ def sparse_attention(
     Args:
         query: [T / cp, heads, d], this rank's rows.
         keys, values: [T, heads, d] and [T, heads, dv], natural rows.
-        selected: [F, topk], the result of `select_keys`.
+        selected: [F, n], the result of `select_keys`, where n is `most_keys`.
         attend: Scaled dot-product attention of a batch, with a mask.
 
     Returns:

@@ -27,7 +27,7 @@ def prepare_rows(
     if config.linear_attention_freq:
         rows.delta = delta_tables(rows, config)
     if topk := getattr(config, "index_topk", None):
-        rows.far = far_rows(rows, topk)
+        rows.far = far_rows(rows, topk, config.index_pool)
     if last_visible is not None:
         rows.blocks = image_blocks(last_visible, rows.lengths, rows.context)
 

@@ -1,5 +1,5 @@
 """Sparse attention against a loop over queries in float64 (DeepSeek-V3.2, arXiv 2512.02556, equations
-1 and 2), in pieces, and on the rows of context-parallel ranks."""
+1 and 2), in pieces, to pools of keys, and on the rows of context-parallel ranks."""
 
 from __future__ import annotations
 
@@ -118,3 +118,79 @@ def test_pieces_are_bounded_and_hold_every_query_once() -> None:
     assert [row for a, b, _, _ in found for row in range(a, b)] == list(range(1700))
     # the last query of a piece sees as many keys as in its span
     assert all(d == (1000 - (700 - b) if b <= 700 else 2500 - (1700 - b)) for _, b, _, d in found)
+
+
+POOL = 3  # keys; TOPK are those of two pools
+
+
+def ours_in_pools(x: dict[str, Tensor], rows: PackedRows, own: Tensor) -> Tensor:
+    """own: the natural rows that this rank has."""
+    far = ops.far_rows(rows, TOPK, POOL)
+    assert far.pools is not None
+    spans = ops.far_spans(rows, ops.most_keys(TOPK, POOL))
+    keys = ops.pooled(x["index_keys"], x["gates"], x["bias"], far.pools)
+    at = own[far.queries]
+    chosen = ops.select_keys(
+        x["index_queries"][at], x["weights"][at], keys, spans, TOPK, POOL, rows.lengths
+    )
+    return ops.sparse_attention(x["query"][own], x["keys"], x["values"], rows, chosen, attend)
+
+
+def pools_by_loop(x: dict[str, Tensor], lengths: tuple[int, ...]) -> Tensor:
+    outputs = []
+    for start, end in itertools.pairwise(bounds(lengths).tolist()):
+        pools = []
+        for first in range(start, end - POOL + 1, POOL):
+            rows = slice(first, first + POOL)
+            share = (x["gates"][rows] + x["bias"]).softmax(0)
+            pools.append((first, (share * x["index_keys"][rows]).sum(0)))
+        for t in range(start, end):
+            complete = [(first, key) for first, key in pools if first + POOL - 1 <= t]
+            scores = {
+                first: float((x["weights"][t] * (x["index_queries"][t] @ key).relu()).sum())
+                for first, key in complete
+            }
+            best = sorted(sorted(scores), key=lambda first: -scores[first])[: TOPK // POOL]
+            after = start + len(complete) * POOL
+            chosen = [s for first in sorted(best) for s in range(first, first + POOL)]
+            chosen += range(after, t + 1)
+            heads = []
+            for h in range(HEADS):
+                logits = x["keys"][chosen, h] @ x["query"][t, h] / math.sqrt(DIM)
+                heads.append(logits.softmax(0) @ x["values"][chosen, h])
+            outputs.append(torch.stack(heads))
+    return torch.stack(outputs)
+
+
+def pooled_inputs() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(12)
+    like = {"generator": generator, "dtype": torch.float64}
+    gates = torch.randn(sum(LENGTHS), INDEX_DIM, **like)
+    return inputs() | {"gates": gates, "bias": torch.randn(POOL, INDEX_DIM, **like)}
+
+
+@pytest.mark.parametrize("most", [1, 300, ops.MAX_SCORES])
+def test_pools_against_a_loop(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    """Also of a sequence with as many keys as a query attends to at most, and of one without a
+    complete pool."""
+    monkeypatch.setattr(ops, "MAX_SCORES", most)
+    x = pooled_inputs()
+    for lengths in (LENGTHS, (8, 9, 2, 1, 40)):
+        assert sum(lengths) == sum(LENGTHS)
+        for name in ("query", "keys", "values"):
+            x[name] = x[name].detach().requires_grad_()
+        expected, rows = pools_by_loop(x, lengths), packed_rows(bounds(lengths))
+        found = ours_in_pools(x, rows, torch.arange(sum(lengths)))
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
+        for one, other in zip(gradients(found, x), gradients(expected, x), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-13)
+
+
+def test_pools_on_the_rows_of_context_parallel_ranks() -> None:
+    """Whose chunks cut pools."""
+    x, cu_seqlens = pooled_inputs(), bounds(LENGTHS)
+    expected = pools_by_loop(x, LENGTHS)
+    for rank in range(2):
+        own = rows_of_rank(cu_seqlens, 2, rank)
+        found = ours_in_pools(x, packed_rows(cu_seqlens, 2, rank), own)
+        torch.testing.assert_close(found, expected[own], rtol=1e-12, atol=1e-13)
