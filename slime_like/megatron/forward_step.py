@@ -24,6 +24,7 @@ from torch import Tensor
 
 from megatron_patches.known_shapes import known_shapes
 from megatron_patches.patch import VERSIONS
+from slime_like.megatron.model.hyper_connections import streams_of
 from slime_like.megatron.packed_batches import rows_of_pass
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.types import MicroBatch, TokenOutput
@@ -139,14 +140,15 @@ def run_schedule(
     config = get_model_config(chunks[0])
     share = layout.tp_size if config.sequence_parallel else 1
     rows = [int(batch.tokens.numel()) for batch in micro_batches]
-    with known_shapes([(count // share, 1, config.hidden_size) for count in rows]):
+    streams = streams_of(config)
+    with known_shapes([(count // share, streams, config.hidden_size) for count in rows]):
         outputs: list[TokenOutput] = get_forward_backward_func()(
             forward_step_func=forward_step(compute, scale),
             data_iterator=iterators if len(chunks) > 1 else iterators[0],
             model=list(chunks) if len(chunks) > 1 else chunks[0],
             num_microbatches=len(micro_batches),
             seq_length=max(rows) * layout.cp_size,
-            micro_batch_size=1,
+            micro_batch_size=streams,  # of the hidden states that stages exchange
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
         )

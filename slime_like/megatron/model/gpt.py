@@ -70,7 +70,9 @@ MODEL_FUNCTION = {
     "softmax_scale": "query_pre_attn_scalar", "window_rotary_base": "", "embedding_scale": "",
     "activation_func_clamp_value": "swiglu_limit", "glu_linear_offset": "", "index_topk": "",
     "index_n_heads": "", "index_head_dim": "", "index_rotary_interleaved": "",
-    "index_shared": "indexer_types",
+    "index_shared": "indexer_types", "index_pool": "index_kpool", "latent_norm_epsilon": "",
+    "residual_streams": "hc_mult", "sinkhorn_iterations": "hc_sinkhorn_iters",
+    "sinkhorn_epsilon": "hc_eps",
 }  # fmt: skip
 EMBEDDING_FUNCTION = {
     "position_embedding_type": "", "rotary_base": "rope_theta",
@@ -155,6 +157,10 @@ def _with_extensions(layer: ModuleSpec, config: TransformerConfig) -> ModuleSpec
         from slime_like.megatron.model.kimi_delta import UnrotatedLatentAttention
 
         layer.submodules.self_attention.module = UnrotatedLatentAttention
+    if hasattr(config, "residual_streams"):  # a StreamsConfig
+        from slime_like.megatron.model.hyper_connections import use_hyper_connections
+
+        use_hyper_connections(layer)
     return layer
 
 
@@ -247,6 +253,10 @@ def build_chunks(
         mark_parameters(chunk)
         if chunk.pre_process and getattr(config, "embedding_scale", 1.0) != 1.0:
             chunk.embedding.register_forward_hook(_scale_embedding)
+        if hasattr(config, "residual_streams"):  # a StreamsConfig
+            from slime_like.megatron.model.hyper_connections import add_streams
+
+            add_streams(chunk)
         if torch.cuda.is_available() and not next(chunk.parameters()).is_meta:
             chunk = chunk.to(torch.cuda.current_device())
         chunks.append(chunk)
@@ -270,12 +280,14 @@ def add_prediction_layers(
 
 def set_latent_epsilon(chunk: LanguageModule) -> None:
     """Set the epsilon of MLA's latent norms, which is independent of --norm-epsilon: in
-    transformers' DeepseekV3 and Glm4MoeLite it is the default of the norm class."""
+    transformers' DeepseekV3 and Glm4MoeLite it is the default of the norm class, in GLM-5.3 that of
+    the other norms."""
     if not chunk.config.multi_latent_attention:
         return
+    epsilon = getattr(chunk.config, "latent_norm_epsilon", LATENT_EPSILON)
     for name, module in chunk.named_modules():
         if name.endswith(LATENT_NORMS) and hasattr(module, "eps"):
-            module.eps = LATENT_EPSILON
+            module.eps = epsilon
 
 
 def _scale_embedding(
