@@ -71,11 +71,16 @@ def family_of(name: str) -> ModelFamily:
 
 def tiny_settings(family: ModelFamily, **changes: Any) -> dict[str, Any]:
     """Keys of a tiny model's configuration class. changes: of these keys. A family's `layer_types`
-    are repeated for all layers."""
+    are repeated for all layers, of its `mlp_layer_types` the last one."""
     settings = {**SIZES, **family.tiny, **changes}
     if "layer_types" not in changes and (kinds := settings.get("layer_types")):
         repeated = itertools.cycle(kinds)
         settings["layer_types"] = list(itertools.islice(repeated, settings["num_hidden_layers"]))
+    if "mlp_layer_types" not in changes and (kinds := settings.get("mlp_layer_types")):
+        repeated = itertools.chain(kinds, itertools.repeat(kinds[-1]))
+        settings["mlp_layer_types"] = list(
+            itertools.islice(repeated, settings["num_hidden_layers"])
+        )
     if not family.text_config:
         return settings
     vision = settings.pop("vision_config")
@@ -217,7 +222,11 @@ def randomize(model: Any) -> None:
         for name, parameter in model.named_parameters():
             if name.endswith("A_log"):  # faster decays would leave little but rounding errors
                 parameter.copy_(0.3 * torch.randn_like(parameter) - 2.0)
-            elif parameter.dim() == 1 or name.endswith("_bias"):
+            elif name.endswith("_hc.fn"):  # weights of residual streams, by the token
+                parameter.copy_(0.3 * torch.randn_like(parameter))
+            elif name.endswith("_compress_gate"):
+                parameter.copy_(0.1 * torch.randn_like(parameter))
+            elif parameter.dim() == 1 or name.endswith(("_bias", "_compress_ape")):
                 parameter.add_(0.2 * torch.randn_like(parameter))
             elif name.endswith(("gate.weight", "mm_input_projection_weight")):
                 parameter.copy_(0.3 * torch.randn_like(parameter))

@@ -115,24 +115,20 @@ REFUSED_WHEN_SET = {
     "tie_encoder_decoder": "encoder-decoder models are not supported",
 }
 _MAMBA = "Mamba layers of another kind"
-_STREAMS = "several residual streams"
 _MULTIPLIERS = "multipliers of embeddings, residual terms and logits"
 _CLASSIC = "LayerNorm with biases and an MLP without a gate"
 # Popular architectures that are not supported -> (what is missing, the nearest family).
 UNSUPPORTED: Mapping[str, tuple[str, str]] = {
     "DeepseekV2ForCausalLM": ("softmax routing by groups", "DeepseekV3ForCausalLM"),
     "DeepseekV4ForCausalLM": (
-        f"attention to compressed keys and {_STREAMS}",
-        "DeepseekV32ForCausalLM",
-    ),
-    "Glm5NextForConditionalGeneration": (
-        f"{_STREAMS} and attention to pooled keys",
-        "KimiLinearForCausalLM",
+        "compressed attention (CSA and HCA), a hash router and a learned sum of residual streams",
+        "Glm5NextForConditionalGeneration",
     ),
     **dict.fromkeys(
         ("Qwen4ExpForCausalLM", "Qwen4ExpForConditionalGeneration"),
         (
-            f"{_STREAMS} with gates, attention to pooled keys and a memory of n-grams",
+            "gated residual streams, grouped-query attention to pooled keys (QSA) and a memory of "
+            "n-grams (PLE)",
             "Qwen3_5MoeForConditionalGeneration",
         ),
     ),
@@ -267,6 +263,8 @@ class LinearLayers(TypedDict, total=False):
     head_dim: int | None
     num_heads: int | None
     short_conv_kernel_size: int | None
+    gate_lower_bound: Number | None
+    safe_gate: bool | None
 
 
 class ConfigTypes(TypedDict, total=False):

@@ -179,7 +179,7 @@ def _family(reader: _Reader, value_head: bool) -> tuple[str, ModelFamily]:
     family = model_families.get(names[0])
     if family.text_config:
         reader.config = _flat(reader, family)
-    reader.config = {**family.defaults, **_given(reader.config)}
+    reader.config = {**family.defaults, **_given(family.meant(reader.config))}
     for key, other in family.stand_ins.items():
         if reader.config.get(key) is None:
             reader.config[key] = reader.config.get(other)

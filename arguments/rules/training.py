@@ -213,19 +213,19 @@ def check_lora_targets(s: Settings) -> list[Problem]:
 
 def _absent_modules(model: HfModel) -> tuple[str, ...]:
     """Names in `TARGETS` that do not occur in this architecture."""
+    parameters = model_families.get(model.architecture).parameters.values()
+    others = MLP if any(".w1." in str(mapping) for mapping in parameters) else MIXTRAL_MLP
     if not model.transformer.get("multi_latent_attention"):
-        parameters = model_families.get(model.architecture).parameters.values()
-        others = MLP if any(".w1." in str(mapping) for mapping in parameters) else MIXTRAL_MLP
         stacked = any("gate_up_proj" in str(mapping) for mapping in parameters)
         if not model.transformer["gated_linear_unit"]:
             return (*LATENT_ATTENTION, *others, MLP[0])
         return (*LATENT_ATTENTION, *others, *(MLP[:2] if stacked else ()))
     queries = ("q_proj",) if model.transformer["q_lora_rank"] else ("q_a_proj", "q_b_proj")
-    absent = (*queries, "k_proj", "v_proj", *MIXTRAL_MLP)
     if not model.transformer.get("linear_decay_per_channel"):
-        return absent
-    # Kimi-Linear: delta nets have q_proj to v_proj, and experts Mixtral's names
-    return tuple(name for name in absent if name in LATENT_ATTENTION)
+        return (*queries, "k_proj", "v_proj", *MIXTRAL_MLP)
+    # delta nets have q_proj to v_proj; Kimi-Linear has the names of either MLP, GLM-5.3 only MLP's
+    own = tuple(name for name in queries if name in LATENT_ATTENTION)
+    return own if others == MLP else (*own, *others)
 
 
 def check_lora_adapter_path(s: Settings) -> list[Problem]:

@@ -52,6 +52,8 @@ class Sizes:
     # indexer of sparse attention: number of query heads, size of a query head and of the key
     index_heads: int = 0
     index_dim: int = 0
+    index_pool: int = 0  # number of keys that it selects as one
+    streams: int = 0  # of the residual, with hyper-connections
 
     @property
     def expert_hidden(self) -> int:
@@ -84,6 +86,18 @@ class Sizes:
     @property
     def index_query(self) -> int:
         return self.index_heads * self.index_dim
+
+    @property
+    def stream_channels(self) -> int:
+        return self.streams * self.hidden
+
+    @property
+    def stream_weights(self) -> int:
+        return (2 + self.streams) * self.streams
+
+    @property
+    def stream_scales(self) -> int:
+        return 3
 
     @property
     def one(self) -> int:

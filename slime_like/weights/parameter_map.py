@@ -274,6 +274,8 @@ def model_sizes(config: TransformerConfig, gpt: GPTModelConfig) -> Sizes:
         **_delta_sizes(config),
         index_heads=getattr(config, "index_n_heads", 0),
         index_dim=getattr(config, "index_head_dim", 0),
+        index_pool=getattr(config, "index_pool", 0),
+        streams=getattr(config, "residual_streams", 0),
     )
 
 

@@ -108,6 +108,17 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             **{"num_hidden_layers": 4, "n_group": 1, "topk_group": 1, "moe_latent_size": 20},
         },
     ),
+    # every other way of its blocks: decays without a bound, an indexer of two layers, 4 streams
+    "GLM-5.3 with a shared indexer": (
+        "Glm5NextForConditionalGeneration",
+        {
+            **{"linear_num_heads": 6, "linear_head_dim": 7, "linear_conv_kernel_dim": 3},
+            **{"linear_lower_bound": None, "num_attention_heads": 2, "num_key_value_heads": 2},
+            **{"index_topk_freq": 2, "index_skip_topk_offset": 2, "index_topk": 6},
+            **{"index_kpool": 3, "hc_mult": 4, "hc_sinkhorn_iters": 20, "swiglu_limit": 0.3},
+            "layer_types": ["linear_attention", "indexed_attention", "indexed_attention"],
+        },
+    ),
     "GLM-4-9B": ("Glm4ForCausalLM", {"attention_bias": False, "tie_word_embeddings": True}),
 }
 # Not against transformers: too few heads of the indexer for distinct scores, since ReLU makes many
@@ -117,9 +128,9 @@ CASES = {**{name: (name, {}) for name in model_families.names()}, **VARIANTS}
 # relative to a tensor's norm; see `apart`. In float32 three times the rounding of transformers is
 # allowed where that is more: how much a processor rounds depends on its instructions.
 LIMITS = {torch.float32: 1e-5, torch.float64: 1e-12}
-# a number for each head, whose gradient is a sum over all tokens of terms that nearly cancel: ten
-# times as far
-CANCELLING = ("A_log", "dt_bias")
+# a number for each head or of a whole layer, whose gradient is a sum over all tokens of terms that
+# nearly cancel: ten times as far
+CANCELLING = ("A_log", "dt_bias", "hc_attn_scale", "hc_ffn_scale")
 UNTRAINED = ("e_score_correction_bias", ".indexer.")  # parts of names of what has no gradient
 
 
@@ -203,6 +214,19 @@ CELLS = {
         ("KimiLinearForCausalLM", TP2_EP2),
         ("KimiLinearForCausalLM", f"{CP2} {EP2} {RECOMPUTE['recompute']}"),
         ("KimiLinearForCausalLM", "--micro-batch-size 1"),  # DP2
+        ("Glm5NextForConditionalGeneration", TP2_EP2),
+        ("Glm5NextForConditionalGeneration", f"{CP2} {EP2} {RECOMPUTE['recompute']}"),
+        ("Glm5NextForConditionalGeneration", "--micro-batch-size 1"),  # DP2
+        (
+            "Glm5NextForConditionalGeneration",
+            f"{PP2} --num-virtual-stages-per-pipeline-rank 2",
+        ),
+        ("GLM-5.3 with a shared indexer", f"{TP2_EP2} {RECOMPUTE['recompute']}"),
+        # DP2
+        (
+            "GLM-5.3 with a shared indexer",
+            "--recompute-granularity selective --recompute-modules core_attn layernorm mlp",
+        ),
         ("NemotronHForCausalLM", TP2_EP2),
         ("NemotronHForCausalLM", f"{CP2} {EP2} {RECOMPUTE['recompute']}"),
         ("NemotronHForCausalLM", "--micro-batch-size 1"),  # DP2
@@ -241,6 +265,9 @@ CELLS = {
         ("KimiLinearForCausalLM", f"{PP2} {EP2}"),
         ("KimiLinearForCausalLM", f"{TP2_EP2} {CP2} {RECOMPUTE['recompute']}"),
         ("KimiLinearForCausalLM", f"{PP2} {TP2_EP2}"),
+        ("Glm5NextForConditionalGeneration", f"{PP2} {EP2}"),
+        ("Glm5NextForConditionalGeneration", f"{TP2_EP2} {CP2} {RECOMPUTE['recompute']}"),
+        ("Glm5NextForConditionalGeneration", f"{PP2} {TP2_EP2}"),
         ("NemotronHForCausalLM", f"{PP2} {EP2}"),
         ("NemotronHForCausalLM", f"{TP2_EP2} {CP2} {RECOMPUTE['recompute']}"),
         ("Nemotron-3-Super", f"{PP2} {TP2_EP2}"),

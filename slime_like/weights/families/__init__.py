@@ -11,6 +11,7 @@ from slime_like.weights.families import (  # noqa: F401  (each registers its fam
     glm,
     glm4,
     glm4_moe,
+    glm5_next,
     gpt_oss,
     hy_v3,
     kimi_linear,

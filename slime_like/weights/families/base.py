@@ -59,6 +59,10 @@ def _no_prefixes(reader: ConfigReader) -> tuple[str, ...]:
     return ()
 
 
+def _unchanged(config: dict[str, Any]) -> dict[str, Any]:
+    return config
+
+
 def _nothing(config: Mapping[str, Any]) -> Mapping[str, object]:
     return {}
 
@@ -140,6 +144,8 @@ class ModelFamily:
     defaults: Mapping[str, object] = field(default_factory=dict)
     # required key -> key that is read if it is absent
     stand_ins: Mapping[str, str] = field(default_factory=dict)
+    # the keys of a file in which null or 0 has a meaning, before keys that are null are left out
+    meant: Callable[[dict[str, Any]], dict[str, Any]] = _unchanged
     # keys that follow from others of the file, for files that leave them out
     derived: Callable[[Mapping[str, Any]], Mapping[str, object]] = _nothing
     published: tuple[str, ...] = ()  # prefixes of the names of published models

@@ -55,15 +55,18 @@ def deepseek_settings(reader: ConfigReader) -> dict[str, object]:
     q_lora_rank = None
     if reader.config.get("q_lora_rank") is not None:
         q_lora_rank = reader.number("q_lora_rank")
-    rope_dim = reader.number("qk_rope_head_dim")
+    key_dim = reader.number("qk_nope_head_dim")
+    rope_dim = 0  # of GLM-5.3
+    if reader.config.get("qk_rope_head_dim") is not None:
+        rope_dim = reader.number("qk_rope_head_dim")
     return {
         "multi_latent_attention": True,
         "q_lora_rank": q_lora_rank,
         "kv_lora_rank": reader.number("kv_lora_rank"),
-        "qk_head_dim": reader.number("qk_nope_head_dim"),
+        "qk_head_dim": key_dim,
         "qk_pos_emb_head_dim": rope_dim,
         "v_head_dim": reader.number("v_head_dim"),
-        "kv_channels": rope_dim,  # config.json's head_dim
+        "kv_channels": rope_dim or key_dim,  # config.json's head_dim
         "qk_layernorm": True,  # norms of the latents
         **_rotary(reader),
         **sigmoid_experts(reader),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from slime_like.weights.families import deepseek_v3, llama
 from slime_like.weights.families.base import (
@@ -70,6 +70,15 @@ def published_name(name: str) -> str:
 def kimi_settings(reader: ConfigReader) -> dict[str, object]:
     """Fields of TransformerConfig. Reports unsupported settings to the reader."""
     require_values(reader, FIXED)
+    return {
+        **deepseek_v3.deepseek_settings(reader),
+        "latent_unrotated": True,
+        **delta_settings(reader),
+    }
+
+
+def delta_settings(reader: ConfigReader) -> dict[str, Any]:
+    """Fields of TransformerConfig about delta nets. Reports unsupported settings to the reader."""
     nested = reader.config.get(LAYERS) or {}
     for key in nested.keys() - {*DELTA_NETS.values(), *LAYER_LISTS}:
         reader.refuse(f"{LAYERS} {key} {nested[key]!r} is unknown and might change the network")
@@ -79,9 +88,7 @@ def kimi_settings(reader: ConfigReader) -> dict[str, object]:
     heads = reader.number("linear_num_heads")
     size = reader.number("linear_head_dim")
     return {
-        **deepseek_v3.deepseek_settings(reader),
-        "latent_unrotated": True,
-        "linear_attention_freq": _linear_layers(reader),
+        "linear_attention_freq": linear_layers(reader),
         "linear_decay_per_channel": True,
         "linear_num_key_heads": heads,
         "linear_num_value_heads": heads,
@@ -91,7 +98,7 @@ def kimi_settings(reader: ConfigReader) -> dict[str, object]:
     }
 
 
-def _linear_layers(reader: ConfigReader) -> list[int]:
+def linear_layers(reader: ConfigReader) -> list[int]:
     """Pattern of layers: 1 for a delta net, 0 for attention."""
     layers = reader.number("num_hidden_layers")
     nested = reader.config.get(LAYERS) or {}
@@ -198,12 +205,7 @@ def _hf(name: str) -> str:
     return f"{HF_ATTENTION}.{name}"
 
 
-PARAMETERS: dict[str, Mapping] = {
-    **{name: m for name, m in deepseek_v3.PARAMETERS.items() if ".mlp." not in name},
-    **{name: m for name, m in llama.PARAMETERS.items() if name.startswith(MLP)},
-    **expert_parameters(MOE, "w1", "w3", "w2"),
-    f"{MLP}.router.expert_bias": Replicated(f"{MOE}.gate.e_score_correction_bias", "experts"),
-    **shared_expert_parameters(f"{MOE}.shared_experts"),
+DELTA_PARAMETERS: dict[str, Mapping] = {
     f"{ATTENTION}.in_proj.weight": KimiProjection(
         *(_hf(f"{name}_proj.weight") for name in ("q", "k", "v", "b"))
     ),
@@ -217,6 +219,14 @@ PARAMETERS: dict[str, Mapping] = {
     f"{ATTENTION}.gate_weight": UpProjection(_hf("g_b_proj.weight")),
     f"{ATTENTION}.norm_weight": Replicated(_hf("o_norm.weight"), "delta_value"),
     f"{ATTENTION}.out_proj.weight": RowParallel(_hf("o_proj.weight"), "delta_output"),
+}
+PARAMETERS: dict[str, Mapping] = {
+    **{name: m for name, m in deepseek_v3.PARAMETERS.items() if ".mlp." not in name},
+    **{name: m for name, m in llama.PARAMETERS.items() if name.startswith(MLP)},
+    **expert_parameters(MOE, "w1", "w3", "w2"),
+    f"{MLP}.router.expert_bias": Replicated(f"{MOE}.gate.e_score_correction_bias", "experts"),
+    **shared_expert_parameters(f"{MOE}.shared_experts"),
+    **DELTA_PARAMETERS,
 }
 
 register_model_family(
