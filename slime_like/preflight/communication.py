@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from arguments.run_config import RunConfig
+from slime_like.megatron.model.hyper_connections import streams_of
 from slime_like.preflight.batches import PlannedBatches
 from slime_like.preflight.memory import RankReport
 from slime_like.preflight.shape import ModelShape
@@ -63,9 +64,8 @@ def collectives_of_step(
     if stages > 1:
         share = config.parallel.context_parallel_size
         share *= config.parallel.tensor_model_parallel_size if transformer.sequence_parallel else 1
-        message = (
-            batches.tokens // share * transformer.hidden_size * transformer.params_dtype.itemsize
-        )
+        row = streams_of(transformer) * transformer.hidden_size
+        message = batches.tokens // share * row * transformer.params_dtype.itemsize
         chunks = config.virtual_stages or 1
         neighbours = 2 if chunks > 1 or 0 < rank.stage < stages - 1 else 1
         calls = 2 * batches.number * chunks * neighbours  # activations and their gradients

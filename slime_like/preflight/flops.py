@@ -19,6 +19,7 @@ from slime_like.preflight.shape import (
     delta_matrices,
     head_matrices,
     latent_matrices,
+    stream_matrices,
 )
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class ForwardFlops:
     backward pass, are not counted."""
 
     matrices: float  # per token, in matrix products with weights
-    mixing: float  # per token, in delta nets between their projections
+    mixing: float  # per token, in delta nets between their projections, and of residual streams
     pair: float  # per pair of tokens in attention
     head: float  # of the output layer, per token
     windowed: float = 0.0  # like pair, for layers that attend to at most `window` tokens
@@ -94,6 +95,9 @@ def forward_flops(config: TransformerConfig, gpt: GPTModelConfig) -> ForwardFlop
         latent = config.moe_latent_size or 0
         own = gated * ((latent or hidden) * inner + hidden * shared)
         weights += sparse * (own + gate + hidden * experts + 2 * hidden * latent)
+    if hasattr(config, "residual_streams"):
+        weights += config.num_layers * stream_matrices(config)
+        mixing += config.num_layers * _streams(config)
     # sparse attention, in which a token attends to at most this many tokens
     chosen = getattr(config, "index_topk", 0)
     near = attentions if chosen else windowed_layers(config)
@@ -130,6 +134,13 @@ def _delta_rule(config: TransformerConfig) -> float:
     convolution = 2 * config.linear_conv_kernel_dim * delta_channels(config)
     products = 2 if hasattr(config, "block_pattern") else 3
     return float(convolution + 2 * products * config.linear_num_value_heads * state)
+
+
+def _streams(config: TransformerConfig) -> float:
+    """FLOPs per token to read, mix and write the residual streams of a layer, twice (arXiv
+    2512.24880)."""
+    streams = config.residual_streams
+    return float(2 * 2 * (2 * streams + streams * streams) * config.hidden_size)
 
 
 def peak_tflops(device: str) -> float | None:

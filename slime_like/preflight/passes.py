@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from megatron_patches.packed_ops import FusedRMSNorm, can_fuse_norm
 from slime_like.autograd import AutogradContext
 from slime_like.megatron.model.delta_net import DeltaNet
+from slime_like.megatron.model.hyper_connections import streams_of
 from slime_like.megatron.ops.attention import PackedAttention, PackedRows, packed_rows
 from slime_like.megatron.ops.delta_rule import DeltaRows
 from slime_like.megatron.ops.tables import delta_tables
@@ -200,9 +201,8 @@ def run_micro_batch(
     in_this_thread = torch.autograd.set_multithreading_enabled(False)  # as modes are
     with torch.compiler.set_stance("force_eager"), in_this_thread, _Kernels(gpu), live:
         if not model.pre_process:
-            received = torch.empty(
-                rows, 1, config.hidden_size, dtype=config.params_dtype, device="meta"
-            )
+            shape = (rows, streams_of(config), config.hidden_size)
+            received = torch.empty(shape, dtype=config.params_dtype, device="meta")
             model.set_input_tensor(received.requires_grad_())
             del received  # the model holds it: it counts until the model lets go
         output = module(

@@ -72,9 +72,8 @@ def shape_of(config: TransformerConfig, gpt: GPTModelConfig) -> ModelShape:
     if blocks:
         norms = 1
         norm_of_mlp = norm
-    attention = norms * norm + (
-        _latent(config) if config.multi_latent_attention else _heads(config)
-    )
+    around = norms * norm + _hyper_connections(config)
+    attention = around + (_latent(config) if config.multi_latent_attention else _heads(config))
 
     def mlp(inner: int, width: int = hidden) -> int:
         own = gated * width * inner
@@ -99,12 +98,25 @@ def shape_of(config: TransformerConfig, gpt: GPTModelConfig) -> ModelShape:
         experts=tuple(moe_layers(config.moe_layer_freq if experts else None, config.num_layers)),
         tied=not gpt.untie_embeddings_and_output_weights,
         hidden=norm,
-        delta=norms * norm + _delta_net(config),
+        delta=around + _delta_net(config),
         delta_nets=sum(config.linear_attention_freq or []),
         only_mlp=blocks.count("-") + blocks.count("E"),
         only_mixer=blocks.count("M") + blocks.count("*"),
         tower=0 if gpt.vision is None else sum(map(math.prod, tower_shapes(gpt.vision).values())),
     )
+
+
+def stream_matrices(config: TransformerConfig) -> int:
+    """Weights of the projections of a layer's two hyper-connections (arXiv 2512.24880)."""
+    streams = getattr(config, "residual_streams", 0)
+    return int(2 * (2 + streams) * streams * streams * config.hidden_size)
+
+
+def _hyper_connections(config: TransformerConfig) -> int:
+    """A layer's two hyper-connections: their projections, biases and three scales."""
+    if not (streams := getattr(config, "residual_streams", 0)):
+        return 0
+    return stream_matrices(config) + 2 * ((2 + streams) * streams + 3)
 
 
 def _head_widths(config: TransformerConfig) -> tuple[int, int]:

@@ -70,6 +70,14 @@ NEMOTRON = {
     "n_routed_experts": 8, "n_shared_experts": 1, "moe_shared_expert_intermediate_size": 40, "moe_latent_size": 20, "n_groups": 2,
     "mamba_num_heads": 4, "mamba_head_dim": 10, "ssm_state_size": 12, "conv_kernel": 4, "routed_scaling_factor": 2.5,
 }  # fmt: skip
+# three of four layers with delta nets, two residual streams
+GLM5 = {
+    **MOE, "architectures": ["Glm5NextForConditionalGeneration"], "model_type": "glm5_next", "num_key_value_heads": 4, "head_dim": 0,
+    **dict.fromkeys(("num_experts", "mlp_only_layers", "norm_topk_prob")), "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 20,
+    "qk_rope_head_dim": 0, "v_head_dim": 12, "n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1, "swiglu_limit": 7.0,
+    "linear_head_dim": 10, "linear_num_heads": 4, "linear_conv_kernel_dim": 4, "hc_mult": 2, "index_kpool": 4, "index_topk": 512,
+    "index_n_heads": 4, "index_head_dim": 8,
+}  # fmt: skip
 MINIMAX = {
     **MOE, "architectures": ["MiniMaxM2ForCausalLM"], "model_type": "minimax_m2", "num_local_experts": 4, "rotary_dim": 8,
     **dict.fromkeys(("num_experts", "moe_intermediate_size", "norm_topk_prob", "mlp_only_layers")),
@@ -186,7 +194,7 @@ def test_the_advice_helps(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        *({}, MOE, {"tie_word_embeddings": False}, DELTA_NETS, KIMI, NEMOTRON, MINIMAX, GLM4),
+        *({}, MOE, {"tie_word_embeddings": False}, DELTA_NETS, KIMI, NEMOTRON, GLM5, MINIMAX, GLM4),
         *(GPT_OSS, GEMMA3),
     ],
     ids=[
@@ -196,6 +204,7 @@ def test_the_advice_helps(tmp_path: Path) -> None:
         "delta nets",
         "Kimi delta attention",
         "Mamba-2",
+        "residual streams",
         "MiniMax-M2",
         "GLM-4",
         "gpt-oss",
@@ -243,6 +252,23 @@ def test_a_micro_batch_through_delta_nets(
     assert plain.traffic["alltoall_base", "context"].calls == layers * 4
     assert plain.traffic["alltoall_base", "context"] == kernels.traffic["alltoall_base", "context"]
     assert kernels.kept < plain.kept or changes is NEMOTRON
+
+
+@pytest.mark.parametrize("gpu", [True, False])
+def test_residual_streams_in_memory(tmp_path: Path, gpu: bool) -> None:
+    """With everything recomputed, a micro-batch keeps a layer's input: two streams more for each
+    two, and no step of their weights. Queries select keys."""
+    kept = {}
+    for streams in (2, 4):
+        changes = {**GLM5, "hc_mult": streams, "index_topk": 16}
+        flags = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+        config = tiny(tmp_path, *flags.split(), changes=changes, world=1)
+        with world_as_rank(config.parallel, virtual_stages=None, rank=0, world_size=1) as layout:
+            built = build_rank(config.megatron, config.gpt, layout, gpu=gpu)
+            kept[streams] = run_stage(built, 256, gpu=gpu).kept
+    hidden = 256 * 64 * config.megatron.transformer.params_dtype.itemsize
+    layers = 4
+    assert kept[4] - kept[2] == 2 * hidden * layers, (kept, hidden)
 
 
 def test_formula_of_parameters_of_latent_attention(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,9 +22,19 @@ from slime_like.preflight.fake_world import world_as_rank  # noqa: E402
 from slime_like.preflight.flops import TERA, ForwardFlops, forward_flops, peak_tflops  # noqa: E402
 from slime_like.preflight.one_rank import build_rank  # noqa: E402
 from slime_like.preflight.passes import run_micro_batch  # noqa: E402
+from slime_like.preflight.shape import stream_matrices  # noqa: E402
 from slime_like.trainer.factory import make_throughput  # noqa: E402
 from tests.unit.command_lines import complete, problems_of  # noqa: E402
-from tests.unit.preflight.test_check import DELTA_NETS, GLM4, KIMI, MINIMAX, MOE, NEMOTRON, tiny  # noqa: E402
+from tests.unit.preflight.test_check import (  # noqa: E402
+    DELTA_NETS,
+    GLM4,
+    GLM5,
+    KIMI,
+    MINIMAX,
+    MOE,
+    NEMOTRON,
+    tiny,
+)  # fmt: skip
 
 TOKENS = 64
 LATENT = {
@@ -47,6 +57,7 @@ LATENT = {
         pytest.param(DELTA_NETS, id="experts and delta nets"),
         pytest.param(KIMI, id="Kimi delta attention"),
         pytest.param(NEMOTRON, id="Mamba-2"),
+        pytest.param(GLM5, id="residual streams"),
         pytest.param(LATENT, id="latent"),
         pytest.param(MOE, marks=pytest.mark.extended, id="experts"),
         pytest.param({**LATENT, "q_lora_rank": None}, marks=pytest.mark.extended, id="whole q"),
@@ -67,8 +78,13 @@ def test_products_with_weights(
         layers = list(unwrap_model(built.chunks[0]).decoder.layers)
         with FlopCounterMode(display=False) as counter:
             run_micro_batch(built, layers, TOKENS, gpu=True)
-    flops = forward_flops(config.megatron.transformer, config.gpt)
-    assert counter.get_total_flops() == 3 * TOKENS * flops.matrices
+    transformer = config.megatron.transformer
+    flops = forward_flops(transformer, config.gpt)
+    expected = 3 * TOKENS * flops.matrices
+    if changes is GLM5:  # in backward again, and what mixes the streams, in every layer
+        mixed = 3 * 2 * 2 * 2 * 2 * 64
+        expected += TOKENS * 4 * (2 * stream_matrices(transformer) + mixed)
+    assert counter.get_total_flops() == expected
     assert flops.head == 2 * 64 * 320
 
 
@@ -91,6 +107,11 @@ def test_attention_and_delta_rules(tmp_path: Path) -> None:
     assert mixed.mixing == 2 * (2 * 4 * channels + 4 * 4 * 12 * 10)
     config = tiny(tmp_path, changes=LATENT, world=1)
     assert forward_flops(config.megatron.transformer, config.gpt).pair == 4 * 4 * 2 * (12 + 8 + 12)
+    config = tiny(tmp_path, changes=GLM5, world=1)
+    mixed = forward_flops(config.megatron.transformer, config.gpt)
+    streams = 2 * (2 * 2 + 2 * 2 + 2 * 4) * 64  # read, write and mix two streams, twice in a layer
+    assert mixed.windowed == 1 * 4 * 2 * (20 + 12) and mixed.window == 512
+    assert mixed.mixing == 3 * (2 * 4 * 3 * 40 + 6 * 4 * 10 * 10) + 4 * streams
 
 
 def test_sequences() -> None:
