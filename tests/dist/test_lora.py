@@ -326,6 +326,20 @@ def test_kimi_in_layouts(alone: Any, kimi: dict[str, str], tmp_path: Path) -> No
 
 
 @pytest.mark.slow
+def test_glm5_in_layouts(alone: Any, files: dict[str, str], tmp_path: Path) -> None:
+    """Delta nets and latent attention that read and write residual streams."""
+    folder = Path(files["model"]).parent / "glm5"
+    make_tiny_model("Glm5NextForConditionalGeneration", folder, num_hidden_layers=4)
+    make_rollouts(f"{folder}/rollout_{{rollout_id}}")
+    glm5 = {**files, "model": str(folder)}
+    one = worker.train(glm5["model"], alone, EVERYTHING)
+    assert {name.split(".")[3] for name in one["factors"] if "layers" in name} == set("0123")
+    assert not any(".hc_" in name or ".indexer." in name for name in one["factors"])
+    layouts = {f"GLM-5.3 {name}": f"{EVERYTHING} {f}" for name, f in LATENT_LAYOUTS.items()}
+    compare_layouts(layouts, one, glm5, tmp_path)
+
+
+@pytest.mark.slow
 def test_blocks_of_nemotron_in_layouts(alone: Any, files: dict[str, str], tmp_path: Path) -> None:
     """Attention, an MLP without a gate, and experts on a latent; Mamba-2 has no adapter."""
     folder = Path(files["model"]).parent / "nemotron"

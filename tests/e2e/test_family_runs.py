@@ -26,7 +26,7 @@ from tests.e2e.programs import TrainServer
         *("Qwen3VLMoeForConditionalGeneration", "Mistral3ForConditionalGeneration"),
         *("Olmo3ForCausalLM", "Exaone4ForCausalLM", "Phi3ForCausalLM"),
         *("Glm4vForConditionalGeneration", "KimiK25ForConditionalGeneration"),
-        "NemotronHForCausalLM",
+        *("NemotronHForCausalLM", "Glm5NextForConditionalGeneration"),
     ],
 )
 def test_it_trains(server: TrainServer, work: Workspace, tmp_path: Path, family: str) -> None:

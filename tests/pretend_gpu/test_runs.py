@@ -48,6 +48,7 @@ FAMILIES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "delta nets, prediction, CP2": ("Qwen3NextForCausalLM", 2, MIXED | dict(context_parallel_size=2, mtp_num_layers=1, mtp_loss_scaling_factor=0.1)),
     "sparse attention": ("GlmMoeDsaForCausalLM", 1, MIXED),
     "Kimi delta attention": ("KimiLinearForCausalLM", 1, MIXED),
+    "residual streams, pooled keys": ("Glm5NextForConditionalGeneration", 1, MIXED),
     "Mamba-2, CP2": ("NemotronHForCausalLM", 2, MIXED | dict(context_parallel_size=2)),
 }  # fmt: skip
 
