@@ -77,10 +77,8 @@ def tiny_settings(family: ModelFamily, **changes: Any) -> dict[str, Any]:
         repeated = itertools.cycle(kinds)
         settings["layer_types"] = list(itertools.islice(repeated, settings["num_hidden_layers"]))
     if "mlp_layer_types" not in changes and (kinds := settings.get("mlp_layer_types")):
-        repeated = itertools.chain(kinds, itertools.repeat(kinds[-1]))
-        settings["mlp_layer_types"] = list(
-            itertools.islice(repeated, settings["num_hidden_layers"])
-        )
+        missing = settings["num_hidden_layers"] - len(kinds)
+        settings["mlp_layer_types"] = [*kinds, *[kinds[-1]] * missing]
     if not family.text_config:
         return settings
     vision = settings.pop("vision_config")

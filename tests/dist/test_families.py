@@ -114,9 +114,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {
             **{"linear_num_heads": 6, "linear_head_dim": 7, "linear_conv_kernel_dim": 3},
             **{"linear_lower_bound": None, "num_attention_heads": 2, "num_key_value_heads": 2},
-            **{"index_topk_freq": 2, "index_skip_topk_offset": 2, "index_topk": 6},
+            **{"index_topk_freq": 3, "index_skip_topk_offset": 1, "index_topk": 6},
             **{"index_kpool": 3, "hc_mult": 4, "hc_sinkhorn_iters": 20, "swiglu_limit": 0.3},
-            "layer_types": ["linear_attention", "indexed_attention", "indexed_attention"],
+            "layer_types": [*["indexed_attention"] * 2, "linear_attention"],
         },
     ),
     "GLM-4-9B": ("Glm4ForCausalLM", {"attention_bias": False, "tie_word_embeddings": True}),

@@ -38,6 +38,10 @@ class HyperConnection(torch.nn.Module):
     """The hyper-connection of one block. Its parameters are on every tensor-parallel rank; under
     sequence parallelism a rank has the gradient of its own rows."""
 
+    weight: Tensor
+    base: Tensor
+    scale: Tensor
+
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.config = config

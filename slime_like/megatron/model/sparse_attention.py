@@ -131,7 +131,8 @@ class Indexer(torch.nn.Module):
             places = far.key_places
             keys = self._rotate(keys.unsqueeze(1), cosines[places], sines[places]).squeeze(1)
         if far.pools is not None:
-            keys = pooled(*keys.chunk(2, -1), self.pool_bias, far.pools)
+            keys, scores = keys.chunk(2, -1)
+            keys = pooled(keys, scores, self.pool_bias, far.pools)
         # 1 / sqrt(heads) and 1 / sqrt(dim), as in the published code
         weights = weights[far.queries] * (self.heads * self.dim) ** -0.5
         return select_keys(queries, weights, keys, spans, topk, self.pool, rows.lengths)

@@ -164,9 +164,11 @@ def pools_by_loop(x: dict[str, Tensor], lengths: tuple[int, ...]) -> Tensor:
 
 def pooled_inputs() -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(12)
-    like = {"generator": generator, "dtype": torch.float64}
-    gates = torch.randn(sum(LENGTHS), INDEX_DIM, **like)
-    return inputs() | {"gates": gates, "bias": torch.randn(POOL, INDEX_DIM, **like)}
+    shapes = {"gates": (sum(LENGTHS), INDEX_DIM), "bias": (POOL, INDEX_DIM)}
+    return inputs() | {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64)
+        for name, shape in shapes.items()
+    }
 
 
 @pytest.mark.parametrize("most", [1, 300, ops.MAX_SCORES])
