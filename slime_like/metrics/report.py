@@ -93,17 +93,22 @@ def summary_table(rows: Rows) -> Table:
 
 
 def health_lines(rows: Rows) -> list[str]:
-    """One line per rule of `health` that fired: in how many rollouts, since which, and what it
-    means."""
+    """One line per rule of `health` that fired: in how many rollouts, since which, whether it is
+    over, and what it means."""
     lines = []
     means = meanings(rows)
+    last = max((step for step, _ in series(rows, "health/warnings")), default=0)
     for name in logged_metrics(rows, "health/"):
         if name == "health/warnings":
             continue
         steps = [step for step, value in series(rows, name) if value]
         if steps:
             count = f"{len(steps)} rollout" + ("s" if len(steps) > 1 else "")
-            text = f"warning: {name} held in {count}, first in rollout {steps[0]}"
+            text = f"{name} held in {count}, first in rollout {steps[0]}"
+            if steps[-1] < last:
+                text = f"over: {text}, and no more since rollout {steps[-1] + 1}"
+            else:
+                text = f"warning: {text}"
             lines.append(f"{text}: {means[name]}" if name in means else text)
     return lines
 

@@ -202,7 +202,7 @@ def test_panels_of_length_truncation_gradient_and_critic(
     ]
     assert _titles(rows, monkeypatch, tmp_path / "all.png") == [
         "Response length, tokens",
-        "Truncated, special tokens, and groups without spread",
+        "Truncated, special tokens, no spread",
         "Gradient norm before clipping",
         "Critic: value loss",
         "Critic: explained variance of returns",
@@ -238,3 +238,17 @@ def test_the_warnings_of_a_run_are_repeated_at_its_end(tmp_path: Path) -> None:
     assert line.startswith("warning: health/truncation held in 2 rollouts, first in rollout 5: ")
     assert "90% of the responses are cut" in line and "--custom-rm-path" in line
     assert "health/warnings" not in stream.getvalue()
+
+
+def test_a_warning_that_is_over_is_no_warning_at_the_end(tmp_path: Path) -> None:
+    with MetricsLogger(tmp_path) as logger:
+        monitor = HealthMonitor()
+        for step in range(1, 16):
+            row = {"rollout/reward_mean": 0.5, "rollout/truncated_frac": 0.9 if step < 6 else 0.0}
+            logger.log(step, row | monitor.check(row)[0])
+    stream = io.StringIO()
+    write_report(tmp_path / "metrics.jsonl", console=Console(file=stream, width=100))
+    (line,) = [text for text in stream.getvalue().splitlines() if "health/truncation held" in text]
+    assert line.startswith("over: health/truncation held in ")
+    assert ", and no more since rollout " in line and "are cut" in line
+    assert "warning: " not in stream.getvalue()
