@@ -67,6 +67,10 @@ NOT_FINITE = (
 )
 SLOW_STEP = 3.0  # relative to the median
 SLOW_SHARE = 0.1  # of the run's time, that slow rollouts must have cost beyond the median
+SLOW_REMEDY = (
+    "The page Time shows which phase took longer. Where it is another each time, other programs "
+    "use the machine"
+)
 SLOW_RANK = 1.3  # relative to the median of the ranks
 PART = 0.2  # share of a run, at its start and its end, that is compared
 
@@ -149,11 +153,12 @@ def slow_steps(run: Run) -> Iterator[Alert]:
     steps = [step for step, _ in slow]
     lost = sum(seconds - median for _, seconds in slow)
     if lost > SLOW_SHARE * sum(seconds for _, seconds in points):
+        count = "1 rollout" if len(steps) == 1 else f"{len(steps)} rollouts"
         text = (
-            f"rollouts of more than {SLOW_STEP:g} times the median of {duration(median)} "
-            f"{_when(steps)}"
+            f"{count} took more than {SLOW_STEP:g} times the median of {duration(median)}, "
+            f"{duration(lost)} longer in all, first rollout {steps[0]}"
         )
-        yield Alert("warning", text, STEP_SECONDS, "The page Time shows which phase took longer")
+        yield Alert("warning", text, STEP_SECONDS, SLOW_REMEDY)
 
 
 def slow_ranks(run: Run) -> Iterator[Alert]:

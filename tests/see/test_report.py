@@ -86,6 +86,19 @@ def test_a_slow_rank_is_visible(tab: Any, tmp_path: Path) -> None:
     assert phase.locator("rect").first.get_attribute("fill-opacity") == "0.25"
 
 
+def test_all_curves_are_printed_and_one_run_needs_no_choice(tab: Any, tmp_path: Path) -> None:
+    """A curve is drawn when it comes into view, and a printer scrolls to none."""
+    show(tab, written(tmp_path), "curves")
+    tab.set_viewport_size({"width": 360, "height": 300})
+    show(tab, tmp_path / "report.html", "curves")
+    tab.wait_for_selector("figure canvas")
+    assert tab.locator("figure canvas").count() < tab.locator("figure").count()
+    tab.evaluate("dispatchEvent(new Event('beforeprint'))")
+    assert tab.locator("figure canvas").count() == tab.locator("figure").count()
+    show(tab, tmp_path / "report.html", "time")
+    assert not tab.locator("select").count()
+
+
 def test_a_sample_by_its_address_and_its_tokens(tab: Any, tmp_path: Path) -> None:
     show(tab, written(tmp_path), "rollouts/0/10")
     tab.wait_for_selector(".tokens")
@@ -123,6 +136,8 @@ def test_a_narrow_screen_needs_no_sideways_scrolling(tab: Any, tmp_path: Path) -
         show(tab, path, place)
         tab.wait_for_timeout(100)
         assert tab.evaluate("document.documentElement.scrollWidth") <= 360, place
+        box = tab.locator("[role=tab][aria-selected=true]").bounding_box()
+        assert box["x"] >= 0 and box["x"] + box["width"] <= 360, place
 
 
 def test_the_theme_is_kept_and_has_contrast(tab: Any, tmp_path: Path) -> None:

@@ -20,6 +20,12 @@ const seen = new IntersectionObserver((entries) => {
     entry.target.draw();
   }
 }, { rootMargin: "200px" });
+addEventListener("beforeprint", () => {
+  for (const plot of document.querySelectorAll(".plot")) {
+    seen.unobserve(plot);
+    if (!plot.chart) plot.draw();
+  }
+});
 const resized = new ResizeObserver((entries) => {
   for (const { target } of entries) {
     const width = target.clientWidth;

@@ -15,10 +15,13 @@ function setTheme(name) {
 }
 
 function showTabs() {
-  document.getElementById("tabs").replaceChildren(...Object.entries(PAGES).map(([key, [text]]) => el("button", {
+  const tabs = document.getElementById("tabs");
+  tabs.replaceChildren(...Object.entries(PAGES).map(([key, [text]]) => el("button", {
     type: "button", role: "tab", id: "tab-" + key, "aria-selected": String(key === current), "aria-controls": "main", tabindex: key === current ? 0 : -1, text,
     onclick: () => { location.hash = key; },
   })));
+  const tab = document.getElementById("tab-" + current);
+  tabs.scrollLeft = tab.offsetLeft - (tabs.clientWidth - tab.offsetWidth) / 2; // on a narrow screen not all are in view
 }
 
 function showHead() {

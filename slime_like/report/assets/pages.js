@@ -112,7 +112,8 @@ let timeRun = 0, timePlace = 1000;
 function timePage() {
   const run = report.runs[timeRun] || report.runs[0];
   const ranks = Object.keys(run.timeline);
-  const parts = [el("div", { class: "controls" }, runPicker(timeRun, (i) => { timeRun = i; showPage(); })), phasesFigure(run)];
+  const picker = el("div", { class: "controls" }, runPicker(timeRun, (i) => { timeRun = i; showPage(); }));
+  const parts = report.runs.length > 1 ? [picker, phasesFigure(run)] : [phasesFigure(run)];
   parts.push(...recordings(run, timeRun), el("h2", { text: "By rank" }));
   if (!ranks.length) {
     parts.push(el("p", { class: "muted", text: "Not recorded: add --record-timeline to the run to see when each rank was in which phase." }));
