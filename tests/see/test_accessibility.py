@@ -83,6 +83,18 @@ def test_the_site(page: str, browser: Any, axe: str, site: Path) -> None:
     assert violations(browser, axe, f"{site / page}.html", SCREENS) == []
 
 
+def test_a_diagram_is_readable_on_a_narrow_screen(browser: Any, site: Path) -> None:
+    """Its smallest letters are 9 pixels high or more, and the page itself needs no scrolling."""
+    tab = browser.new_page(viewport={"width": 390, "height": 844})
+    tab.goto((site / "index.html").as_uri())
+    picture = tab.locator('img[src$="loop.svg"]')
+    smallest, width = 12, 860  # font size and width in the file
+    assert picture.bounding_box()["width"] * smallest / width >= 9
+    assert tab.evaluate("document.documentElement.scrollWidth") <= 390
+    assert picture.locator("..").get_attribute("tabindex") == "0"
+    tab.close()
+
+
 def test_a_page_with_faults_is_found(browser: Any, axe: str, tmp_path: Path) -> None:
     bad = tmp_path / "bad.html"
     bad.write_text('<html><body><img src="x.png"><p style="color:#ccc">pale</p></body></html>')
