@@ -16,7 +16,7 @@ PYTEST := OMP_NUM_THREADS=$(TEST_THREADS) $(BIN)/python -m pytest -q -n $(TEST_W
 # Write bytecode even if the image disables it: hundreds of test processes import our modules.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: install demo test test-extended test-slow test-processors test-pretend-gpu te-python fuzz search-layouts test-learning test-slurm sglang-env test-sglang cookbook-env test-cookbook newest-env test-newest see-env test-see trl-env bench-trl gpu-check docs-env docs lint format typecheck flags proto parity parity-full clean
+.PHONY: install demo test test-extended test-slow test-processors test-pretend-gpu te-python fuzz search-layouts test-learning test-slurm sglang-env test-sglang cookbook-env test-cookbook newest-env test-newest see-env test-see pictures trl-env bench-trl gpu-check docs-env docs lint format typecheck flags proto parity parity-full clean
 
 install: $(STAMP)
 
@@ -29,7 +29,7 @@ $(STAMP): pyproject.toml constraints.txt setup.py
 	@echo "install 3/4: torch, which is large: minutes on a slow connection"
 	@$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
 	@echo "install 4/4: slime_like and the extra $(EXTRAS), 1 to 3 minutes; pip reports only problems"
-	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[$(EXTRAS)]"
+	@PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[$(EXTRAS)]"
 	@touch $(STAMP)
 	@echo "install: done"
 
@@ -138,13 +138,22 @@ $(SEE_ENV)/.installed: pyproject.toml constraints.txt $(STAMP)
 	test -x $(SEE_ENV)/bin/python || $(BIN)/python -m venv $(SEE_ENV)
 	$(BIN)/python -c "import site; print(f'import site; site.addsitedir({site.getsitepackages()[0]!r})')" \
 	  > $$($(SEE_ENV)/bin/python -c "import site; print(site.getsitepackages()[0])")/packages_of_dev.pth
-	$(SEE_ENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[see]"
+	PYTHONWARNINGS=ignore $(SEE_ENV)/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[see]"
 	@touch $@
 
 # The report and the site in headless Chromium (apt-get install chromium), also with axe-core, and the trackers' files.
 # -rs prints why tests are skipped if there is no browser.
 test-see: see-env
 	OMP_NUM_THREADS=1 $(SEE_ENV)/bin/python -m pytest -q -rs -m see tests/see
+
+# The pictures of README.md and the documents, again; the runs that they show are made where they are missing, in about
+# 10 minutes of 2 idle cores.
+pictures: see-env
+	test -f outputs/demo-sapo-tp2/rl/report.png || $(MAKE) demo
+	test -f outputs/images-one/rl/report.png || bash scripts/demo_images.sh
+	$(BIN)/python benchmarks/starter_table.py --output-dir outputs/starters --only grpo tool --seeds 1
+	$(SEE_ENV)/bin/python scripts/docs_pictures.py
+	PICTURES=docs/images OMP_NUM_THREADS=1 $(SEE_ENV)/bin/python -m pytest -q -rs -m see tests/see/test_faulty_runs.py
 
 # TRL in a separate environment, to compare the time of a step
 TRL_ENV ?= .venv-trl

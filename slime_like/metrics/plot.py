@@ -87,7 +87,7 @@ PANELS = (
         ),
     ),
     Panel(
-        "Truncated, special tokens, and groups without spread",
+        "Truncated, special tokens, no spread",
         (
             ("responses cut at the limit", "rollout/truncated_frac", VERMILION),
             ("special tokens inside answers", "rollout/special_token_frac", PURPLE),
@@ -176,7 +176,7 @@ def write_plot(rows: Rows, path: str | Path, title: str = "", *, only: Sequence[
         "right": 1 - (PHASES_LEGEND_IN if has_phases else 0.15) / width,
         "bottom": 0.55 / height,
         "top": 1 - 0.75 / height,
-        "wspace": 0.18,
+        "wspace": 0.22,
         "hspace": 0.36,
     }
     axes = figure.subplots(lines, columns, squeeze=False, gridspec_kw=grid).flatten()
@@ -190,7 +190,8 @@ def write_plot(rows: Rows, path: str | Path, title: str = "", *, only: Sequence[
         figure.suptitle(title, fontsize=14, fontweight="bold", x=0.01, ha="left")
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    titles = [axis.get_title(loc="left") for axis in axes[:count]]
+    figure.savefig(path, dpi=120, metadata={"Description": "; ".join(titles)})
     return path
 
 
