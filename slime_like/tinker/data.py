@@ -25,6 +25,7 @@ from slime_like.tinker.losses import (
     custom_loss,
     served_loss,
 )
+from slime_like.tinker.sample_records import SampleRecords, replay
 from slime_like.tinker.schemas import LARGEST
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ class ForwardBackwardInput:
     fields: dict[str, list[Array]]
     # inputs of a custom loss by name, one array per datum: [], [N] or [N, K]
     custom: dict[str, list[Array]] = field(default_factory=dict)
+    sets: list[Array] | None = None  # sampling masks of all tokens
 
     def command(self) -> codec.Message:
         """The command for the workers, as plain values with datums concatenated. widths: K of each
@@ -71,9 +73,11 @@ class ForwardBackwardInput:
             dtype = "<i8" if name in ("labels", "label_sets") else "<f4"
             fields[name] = np.concatenate(pad_to_widest(arrays)).astype(dtype).tobytes()
         loss: codec.Message = {
+            "name": self.loss.name,
             "kind": self.loss.kind,
             "settings": dict(self.loss.settings),
             "entropy_coef": self.loss.entropy_coef,
+            "kl_coef": self.loss.kl_coef,
         }
         if self.loss.graph is not None:
             loss["graph"] = self.loss.graph.plain()
@@ -86,6 +90,11 @@ class ForwardBackwardInput:
                 }
                 for arrays in self.custom.values()
             ]
+        if self.sets is not None:
+            command["sets"] = {
+                "tokens": np.concatenate(self.sets).astype("<i4").tobytes(),
+                "counts": np.array([each.size for each in self.sets], dtype="<i4").tobytes(),
+            }
         return command | {
             "loss": loss,
             "forward_only": self.forward_only,
@@ -128,12 +137,16 @@ def check_forward_backward(
     role: str,
     limits: DataLimits,
     find_graph: Callable[[str], LossGraph] = no_graph,
+    records: SampleRecords | None = None,
+    session: str = "",
 ) -> ForwardBackwardInput:
     """Validate a request. Raises Refused naming the model and the datum.
 
     Args:
         role: of the model.
         find_graph: Looks up a custom loss by its id; raises Refused.
+        records: of samples, for losses that replay them.
+        session: of the model.
     """
     who = f"model {request.model_id}"
     config = loss_config(request)
@@ -167,8 +180,39 @@ def check_forward_backward(
         for name, _ in loss.graph.data_inputs:
             custom[name] = one_dtype([datum[name] for datum in tensors], f"{who}: {name}")
         tensors = [{"target_tokens": datum["target_tokens"]} for datum in tensors]
+    sets = None
+    if loss.replays:
+        assert records is not None
+        sets = add_replays(request.data, tensors, who, records, session)
     fields = fields_of(tokens, tensors, who)
-    return ForwardBackwardInput(loss, bool(request.forward_only), tokens, fields, custom)
+    if loss.kl_coef:
+        fields["ref_log_probs"] = fields["old_log_probs"]
+    return ForwardBackwardInput(loss, bool(request.forward_only), tokens, fields, custom, sets)
+
+
+def add_replays(
+    data: Sequence[Message],
+    tensors: Sequence[dict[str, Array]],
+    who: str,
+    records: SampleRecords,
+    session: str,
+) -> list[Array] | None:
+    """Add recorded log-probs and masks to the datums' tensors; returns the sampling masks of all
+    tokens, if there are any. Raises Refused."""
+    replays = []
+    for index, (datum, arrays) in enumerate(zip(data, tensors, strict=True)):
+        where = f"{who}, datum {index}"
+        spans = datum.loss_fn_input_spans
+        replays.append(replay(spans, arrays["target_tokens"], where, records, session))
+        arrays["logprobs"] = replays[-1].log_probs
+        arrays["mask"] = replays[-1].sampled
+    with_sets = [each.sets for each in replays if each.sets is not None]
+    if with_sets and len(with_sets) < len(replays):
+        raise Refused(
+            f"{who}: some datums were sampled with top_k or top_p and some without; send them in "
+            "separate calls"
+        )
+    return [each for sets in with_sets for each in sets] if with_sets else None
 
 
 def one_dtype(arrays: list[Array], what: str) -> list[Array]:

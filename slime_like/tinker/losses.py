@@ -19,10 +19,8 @@ from slime_like.tinker.schemas import LARGEST, SMALLEST
 
 CRITIC_LOSS = "ppo_critic"
 CUSTOM_LOSS = "custom"  # a graph that the client has sent (loss_graph.py)
-UNSUPPORTED = {  # losses of the API -> why they are rejected
-    "stable_reinforce": "it needs provenance spans and sampling records, and its formula is not "
-    "public",
-}
+# Thinking Machines' formula is not public: ours is a documented equivalent, and answers say so
+STABLE_REINFORCE = "stable_reinforce"
 # tensor of a datum -> field of TrainSample
 FIELDS = {
     "target_tokens": "labels",
@@ -55,18 +53,22 @@ class ServedLoss:
     optional: frozenset[str] = frozenset({"weights"})  # tensors of a datum
     # weight of the per-token entropy bonus, which is subtracted from the loss
     entropy_coef: float = 0.0
+    kl_coef: float = 0.0  # weight of the k2 estimate of the KL to the sampling policy
     graph: LossGraph | None = None  # of a custom loss
 
     @property
     def is_critic(self) -> bool:
         return self.kind == CRITIC_LOSS
 
+    @property
+    def replays(self) -> bool:
+        """Whether log-probs and sampling masks come from the server's records."""
+        return self.name == STABLE_REINFORCE
+
 
 def served_loss(name: str, config: Mapping[str, float | str]) -> ServedLoss:
     """Resolve a loss and its configuration. Raises Refused for an unknown loss or setting, a
     missing setting, or an illegal value."""
-    if name in UNSUPPORTED:
-        raise Refused(f"loss_fn {name!r} is not supported: {UNSUPPORTED[name]}")
     if name in _TINKER_LOSSES:
         return _TINKER_LOSSES[name](_Config(name, config))
     if name not in policy_losses.names(with_aliases=True):
@@ -96,8 +98,8 @@ def custom_loss(
 
 def loss_names() -> list[str]:
     return [
-        CUSTOM_LOSS,
         *_TINKER_LOSSES,
+        CUSTOM_LOSS,
         *(n for n in policy_losses.names() if n not in _TINKER_LOSSES),
     ]
 
@@ -183,6 +185,23 @@ def _dro(config: _Config) -> ServedLoss:
     return ServedLoss("dro", "dro", {"dro_beta": beta}, _RL)
 
 
+def _stable_reinforce(config: _Config) -> ServedLoss:
+    """-sg(min(r, bound)) A lp + kl_coeff (lp - q)^2 / 2 with r = exp(lp - q), where q is the
+    recorded log-prob, and lp and q are over the recorded sampling mask: truncated importance
+    sampling (Ionides 2008), whose gradient a token of small q cannot dominate, with the k2 estimate
+    of the KL to the sampling policy."""
+    kl_coef = config.number("kl_coeff", 0.0, lambda x: 0 <= x < float("inf"), ">= 0")
+    bound = config.number("ratio_bound", 2.0, lambda x: 1 <= x < float("inf"), ">= 1")
+    config.finish()
+    return ServedLoss(
+        STABLE_REINFORCE,
+        "cispo",
+        {"cispo_eps_clip_low": 1.0, "cispo_eps_clip_high": bound - 1},
+        frozenset({"target_tokens", "advantages"}),
+        kl_coef=kl_coef,
+    )
+
+
 def _critic(config: _Config) -> ServedLoss:
     clip = config.number(
         "value_clip", ValueLossConfig().value_clip, lambda x: 0 < x < float("inf"), "> 0"
@@ -205,6 +224,7 @@ _TINKER_LOSSES: dict[str, Callable[[_Config], ServedLoss]] = {
     "cispo": _cispo,
     "dro": _dro,
     "gspo": _gspo,
+    STABLE_REINFORCE: _stable_reinforce,
     CRITIC_LOSS: _critic,
 }
 

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from slime_like.tinker import codec
 from slime_like.tinker.errors import Failed, Refused
 from slime_like.tinker.futures import Request, json_result
+from slime_like.tinker.losses import STABLE_REINFORCE
 from slime_like.tinker.model_registry import (
     KINDS,
     Checkpoint,
@@ -23,6 +24,7 @@ from slime_like.tinker.model_registry import (
 )
 from slime_like.tinker.request_queue import Result
 from slime_like.tinker.results import forward_backward_output, sample_output
+from slime_like.tinker.sample_records import SampledRecord, SampleRecords
 
 log = logging.getLogger(__name__)
 SHARED = ("sampling", "prompt_log_probs", "seeded", "top_k_prompt", "top_k_sample")  # of a batch
@@ -57,6 +59,7 @@ class ServerOperations:
         self.folder = folder
         self.base = base
         self.max_snapshots = max_snapshots
+        self.records = SampleRecords()
         self.end_model: EndModel = lambda model, reason, *, corrupted=False: None
 
     async def execute(self, requests: Sequence[Request]) -> Sequence[Result | Exception]:
@@ -169,6 +172,8 @@ class ServerOperations:
             request.id, {"op": "forward_backward", "model": model.id, **command}
         )
         critic = model.role == "critic"
+        if command["loss"].get("name") == STABLE_REINFORCE:
+            value["metrics"]["is_open_equivalent_of_stable_reinforce"] = ("mean", 1.0)
         return forward_backward_output(value, command["lengths"], widths, critic=critic)
 
     async def _optim_step(self, request: Request) -> Result:
@@ -300,6 +305,12 @@ class ServerOperations:
             "seeds": [request.body["seed"] for request in requests],
         }
         value = await self.call(requests[0].id, command)
+        for request, samples in zip(requests, value, strict=True):
+            for i, sequence in enumerate(
+                samples["sequences"] if request.body.get("record") else []
+            ):
+                record = SampledRecord.of(sampler.session, sequence)
+                self.records.keep(f"{request.queue}/{request.seq}/{i}", record)
         return [sample_output(samples) for samples in value]
 
 

@@ -40,6 +40,13 @@ class TopTokens(TypedDict):
     length: int
 
 
+class SamplingSets(TypedDict):
+    """Tokens that top-k and top-p left to sample each token from, concatenated."""
+
+    tokens: bytes  # int32
+    counts: bytes  # int32, of each token's set
+
+
 class SampledSequence(TypedDict):
     """A response."""
 
@@ -47,6 +54,7 @@ class SampledSequence(TypedDict):
     log_probs: bytes  # int32 and float32 bytes
     stopped: bool  # ended by a stop token or text
     top: NotRequired[TopTokens]
+    sets: NotRequired[SamplingSets]
 
 
 class PromptSamples(TypedDict):
@@ -231,11 +239,16 @@ def plain_output(output: GenerateOutput) -> SampledSequence:
     """Convert to plain values. Raises ValueError for an aborted output."""
     if output.finish_reason == "abort":
         raise ValueError("the model's log-probs are not finite: its weights are corrupt")
-    return {
+    sequence: SampledSequence = {
         "tokens": np.array(output.tokens, dtype="<i4").tobytes(),
         "log_probs": np.array(output.log_probs, dtype="<f4").tobytes(),
         "stopped": output.finish_reason == "stop",
     }
+    if output.sampling_mask:
+        sets = [each.numpy().astype("<i4") for each in output.sampling_mask]
+        counts = np.array([each.size for each in sets], dtype="<i4")
+        sequence["sets"] = {"tokens": np.concatenate(sets).tobytes(), "counts": counts.tobytes()}
+    return sequence
 
 
 def with_nan(scores: tuple[float, ...]) -> bytes:

@@ -16,7 +16,6 @@ UNSUPPORTED: dict[str, object] = {
     "target_prompt_logprobs": None,
     "prompt_alt_tokens_k": 0,
     "prompt_logprobs_last_n": None,
-    "record_stability_info": False,
 }
 
 
@@ -47,7 +46,14 @@ def sample_body(request: Sample, limits: DataLimits) -> dict[str, object]:
             f"{request.num_samples} samples of up to {max_tokens} tokens are more than "
             f"{limits.max_tokens} (--max-request-tokens)"
         )
+    record = bool(request.record_stability_info)
+    if record and params.temperature != 1.0:
+        raise Refused(
+            f"temperature is {params.temperature:g}; samples for stable_reinforce "
+            "(record_stability_info) need 1, which its log-probs are at"
+        )
     return {
+        "record": record,
         "prompt": prompt.astype("<i4").tobytes(),
         "count": request.num_samples,
         "seeded": params.seed is not None,
@@ -57,6 +63,7 @@ def sample_body(request: Sample, limits: DataLimits) -> dict[str, object]:
             "top_p": params.top_p,
             "top_k": params.top_k,
             "max_new_tokens": max_tokens,
+            "report_sampling_mask": record and (params.top_k != -1 or params.top_p < 1),
             **_stops(params, limits),
         },
         "prompt_log_probs": bool(request.prompt_logprobs),

@@ -198,6 +198,8 @@ class Service:
                 role=model.role,
                 limits=self.limits,
                 find_graph=lambda id: self.registry.graph(id, model),
+                records=self.operations.records,
+                session=model.session,
             )
             body["command"] = checked.command()
         except Refused as error:

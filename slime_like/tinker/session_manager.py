@@ -111,12 +111,14 @@ class SessionManager:
             self.dispatcher.fail_all(sampler.id, Refused(reason), forget=True)
         for loss in [each for each in self.registry.graphs.values() if each.session == id]:
             self.registry.forget(loss)
+        self.operations.records.forget_session(id)
         reason = f"session {id} has finished"
         self.dispatcher.fail_all(losses_queue(id), Refused(reason), forget=True)
 
     def end_silent_sessions(self, now: float | None = None) -> None:
         """Finish silent sessions; remove long-finished sessions and expired checkpoints."""
         now = time.time() if now is None else now
+        self.operations.records.expire(now)
         for session in list(self.registry.sessions.values()):
             if not session.finished and now - session.seen > self.config.session_timeout_s:
                 self.finish_session(session.id, session.owner, "silent for --session-timeout-s")

@@ -31,6 +31,7 @@ from slime_like.megatron.optimizer import AdamStep
 from slime_like.megatron.packing import empty_sample
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.megatron.trained_network import TrainedNetwork
+from slime_like.samples.sampling_mask import pad_sampling_mask
 from slime_like.tinker.errors import Refused
 from slime_like.tinker.loss_graph import LossGraph
 from slime_like.tinker.losses import CRITIC_LOSS, CUSTOM_LOSS
@@ -151,11 +152,14 @@ class ModelHost:
         lengths: list[int],
         tokens: bytes,
         fields: Mapping[str, bytes],
+        sets: Mapping[str, bytes] | None = None,
     ) -> ForwardBackwardResult | None:
         """Forward pass, and backward pass unless forward_only; the result is on rank 0."""
         network = self.pool.network(model)
         hosted = self.models[model]
         samples = samples_of(lengths, tokens, fields)
+        if sets is not None:
+            samples = with_sampling_masks(samples, sets)
         local_indices = list(range(self.layout.dp_rank, len(samples), self.layout.dp_size))
         local = [samples[i] for i in local_indices] or [empty_sample(samples[0])]
         max_tokens = self.settings.max_tokens_per_gpu or PASS_TOKENS
@@ -189,7 +193,9 @@ class ModelHost:
             return CustomSum(self._head, custom)
         policy_loss = policy_losses.get(loss["kind"])
         config = policy_loss.config_type(**loss["settings"])
-        terms = LossTerms(entropy_coef=loss["entropy_coef"])
+        terms = LossTerms(
+            entropy_coef=loss["entropy_coef"], kl_loss_coef=loss["kl_coef"], kl_loss_type="k2"
+        )
         return PolicySum(self._head, Objective(policy_loss, config, terms))
 
     def _collect(
@@ -322,6 +328,22 @@ def _concatenate(column: Mapping[int, NDArray[Any]], count: int) -> NDArray[Any]
 def _as_arrays(columns: Sequence[Sequence[Tensor]], count: int) -> list[list[NDArray[Any]]]:
     """The first `count` entries of every column; a rank without samples has one placeholder."""
     return [[values.numpy() for values in column[:count]] for column in columns]
+
+
+def with_sampling_masks(
+    samples: Sequence[TrainSample], sets: Mapping[str, bytes]
+) -> list[TrainSample]:
+    """Add the sampling mask of every token. sets: of all samples, as `SamplingSets`."""
+    counts = np.frombuffer(sets["counts"], dtype="<i4").tolist()
+    of_tokens = torch.from_numpy(np.frombuffer(sets["tokens"], dtype="<i4").copy()).split(counts)
+    masked = []
+    start = 0
+    for sample in samples:
+        end = start + sample.response_length
+        mask = pad_sampling_mask(of_tokens[start:end])
+        masked.append(dataclasses.replace(sample, sampling_mask=mask))
+        start = end
+    return masked
 
 
 def custom_losses(loss: Mapping[str, Any], lengths: list[int]) -> CustomLosses:

@@ -205,7 +205,7 @@ def test_results_that_never_were(raw: Raw) -> None:
 
 BAD_DATUMS: list[tuple[str, dict[str, Any], types.Datum, str]] = [
     ("ppo_critic", {}, datum(3, 1), "only for critic models"),
-    ("stable_reinforce", {}, datum(3, 1), "not supported"),
+    ("stable_reinforce", {}, datum(3, 1, advantages=[1, 1, 1]), "loss_fn_input_spans cover 0 of 3 targets"),
     ("custom", {"loss_id": "x"}, datum(3, 1), "custom loss x does not exist in session"),
     ("cross_entropy", {"beta": 1.0}, datum(3, 1), "unknown loss_fn_config 'beta'"),
     ("ppo", {"clip_low_threshold": 1.2}, datum(3, 1, logprobs=[0, 0, 0], advantages=[1, 1, 1]), "0 <= x <= 1"),
