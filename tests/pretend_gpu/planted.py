@@ -50,7 +50,7 @@ ATTENTION = "slime_like/megatron/ops/attention.py"
 FAULTS = (
     Fault("a host tensor in an operation of the device", "slime_like/megatron/ops/delta_rule.py", "dtype=torch.bool, device=key.device).triu(1)", "dtype=torch.bool).triu(1)", "delta nets in bf16"),
     Fault("the tables of a micro-batch left on the host", TRANSFER, "replace(value, **{name: _replaced(each, moved)", "replace(value, **{name: each if name == 'packed' else _replaced(each, moved)", "bf16"),
-    Fault("micro-batches not moved to the device", "slime_like/megatron/packing.py", "return [to_device(batch, device) for batch in batches]", "return batches", "bf16"),
+    Fault("micro-batches not moved to the device", "slime_like/megatron/packing.py", "return [to_device(batch, device) for batch in batches]", "return list(batches)", "bf16"),
     Fault("a tensor of the device where numpy reads", NETWORK, "table = self._gather_context_ranks(table, batches).cpu()", "table = self._gather_context_ranks(table, batches); table.numpy()", "bf16"),
     Fault("a copy to the host that is read before it has arrived", NETWORK, "self._gather_context_ranks(table, batches).cpu()", "self._gather_context_ranks(table, batches).to('cpu', non_blocking=True)", "bf16"),
     Fault("pinned memory that is written before its copy is done", TRANSFER, "    moved = {id(t)", "    on_host.zero_()\n    moved = {id(t)", "bf16"),
