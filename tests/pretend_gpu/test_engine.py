@@ -78,7 +78,6 @@ def test_what_counts_as_tensor_parallel_is_what_is_sharded(
 
 
 D, SP = "--use-distributed-optimizer", "--tensor-model-parallel-size 2 --sequence-parallel"
-EVERYWHERE = "--lora-rank 4 --lora-target-modules q_proj k_proj v_proj o_proj gate_proj up_proj down_proj lm_head"
 TP2 = "--tensor-model-parallel-size 2"
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 EVERYWHERE = (

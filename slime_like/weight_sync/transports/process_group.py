@@ -147,6 +147,7 @@ class BroadcastGroup:
         self._device = device
         self._timeout_s = rendezvous.timeout_s
         self._stopped = stopped
+        self._in_update = False  # its servers have taken a bucket
         self._threads = ThreadPoolExecutor(
             max_workers=len(calls) + 1, thread_name_prefix="weight-update"
         )
@@ -216,13 +217,17 @@ class BroadcastGroup:
             self._wait(lambda: all(answer.done() for answer in answers), answers, what)
         else:
             assert flat is not None
-            self._check_early_responses(answers, deadline)
+            if not self._in_update:
+                self._check_early_responses(answers, deadline)
             self._member.broadcast(
                 flat.to(self._device), lambda done: self._wait(done, answers, what)
             )
         self._check(answers, what, deadline)
+        self._in_update = not is_last
 
     def _check_early_responses(self, answers: Sequence[Future[object]], deadline: float) -> None:
+        """A refusal that comes before the first bucket of an update costs no broadcast that nobody
+        receives; later ones end their broadcast (`_wait`), and no bucket waits for them."""
         refusal = min(deadline, time.monotonic() + REFUSAL_S)
         while time.monotonic() < refusal and not any(answer.done() for answer in answers):
             time.sleep(POLL_S)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -296,3 +297,38 @@ def test_the_norm_of_bf16_gradients_is_not_rounded(one_process: None) -> None:
     assert float(
         get_grad_norm_fp32(gradients, grad_stats_parallel_group=dist.group.WORLD)
     ) == pytest.approx(expected, rel=1e-6)
+
+
+class FusedAdam(torch.optim.Optimizer):
+    """Apex's, before its first step: no state, no count, and no method that makes them."""
+
+    def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+
+def test_what_an_optimizer_would_create_in_its_first_step() -> None:
+    """Apex's Adam gets moments, and its count by group is kept; torch's SGD is not known here."""
+    from slime_like.megatron.optimizer import (
+        allocate_moments,
+        group_steps,
+        moments,
+        set_group_steps,
+    )
+
+    parameters = [torch.nn.Parameter(random(3, 2, seed=1).to(BF16))]
+    wrapped: Any = SimpleNamespace(optimizer=FusedAdam(parameters))
+    assert moments(wrapped) == [] and group_steps(wrapped) == [None]
+    allocate_moments(wrapped)
+    assert [(m.dtype, m.shape, float(m.abs().sum())) for m in moments(wrapped)] == [
+        (FP32, (3, 2), 0.0)
+    ] * 2
+    wrapped.optimizer.state[parameters[0]]["exp_avg"] += 1
+    allocate_moments(wrapped)  # what is there stays
+    assert float(moments(wrapped)[0].sum()) == 6
+    set_group_steps(wrapped, [5])
+    assert group_steps(wrapped) == [5]
+    set_group_steps(wrapped, None)
+    assert group_steps(wrapped) == [None] and "step" not in wrapped.optimizer.param_groups[0]
+    unknown: Any = SimpleNamespace(optimizer=torch.optim.SGD(parameters, lr=0.1))
+    with pytest.raises(TypeError, match=r"the state of the optimizer torch.optim.sgd.SGD is not"):
+        allocate_moments(unknown)
