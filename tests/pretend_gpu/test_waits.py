@@ -10,6 +10,7 @@ import pytest
 from benchmarks.parity.models import make_model
 from benchmarks.parity.ranks import run_ranks
 from megatron_patches.patch import release
+from scripts.make_tiny_model import make_tiny_model
 from slime_like.losses.registry import policy_losses
 from tests.pretend_gpu.waits_budget import FILE, PAGES, blocks, measure, with_table
 
@@ -48,6 +49,30 @@ def test_no_loss_waits(tmp_path: Path, environment: dict[str, str]) -> None:
         if (surplus := [row for row in rows if blocks(row) and row not in allowed])
     }
     assert more == {}
+
+
+def test_the_local_engine_waits_once_a_token(tmp_path: Path, environment: dict[str, str]) -> None:
+    """And once more where the sampling mask, or the experts of all layers, are reported."""
+    models = {"dense": "Qwen3ForCausalLM", "experts": "Qwen3MoeForCausalLM"}
+    for name, architecture in models.items():
+        make_tiny_model(architecture, tmp_path / name)
+    cases = {
+        "plain": ("dense", {}),
+        "padded, top-p": ("dense", {"top_p": 0.9, "top_k": 8}),
+        "mask": ("dense", {"top_p": 0.9, "report_sampling_mask": True}),
+        "experts": ("experts", {"report_routed_experts": True}),
+    }
+    chosen = {name: (str(tmp_path / model), sampling) for name, (model, sampling) in cases.items()}
+    (found,) = run_ranks(
+        "tests.pretend_gpu.waits_worker:decoding", 1, tmp_path / "run", {"cases": chosen}, 200,
+        environment=environment,
+    )  # fmt: skip
+    waits = {
+        name: [row for row in rows if blocks(row) and "integrations/moe.py" not in row[4]]
+        for name, rows in found.items()
+    }  # transformers' experts wait in float32
+    counts = {name: sum(row[5] for row in rows) for name, rows in waits.items()}
+    assert counts == {"plain": 100, "padded, top-p": 100, "mask": 200, "experts": 200}, waits
 
 
 def test_the_pages_have_the_table_of_the_budget() -> None:

@@ -1,5 +1,5 @@
-"""Work of the processes that count waits: a second optimizer step, after what is done once; and a
-training pass with each loss."""
+"""Work of the processes that count waits: a second optimizer step, after what is done once; a
+training pass with each loss; and tokens of the local engine."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from transformers import AutoModelForCausalLM
 
 from benchmarks.parity.cells import sizes_of
 from benchmarks.parity.steps import parallel, settings, share, train_samples
+from slime_like.engines.base import GenerateRequest, SamplingParams
+from slime_like.engines.local.decoder import Decoder
 from slime_like.losses.registry import PolicyLoss, policy_losses
 from slime_like.losses.total import LossTerms
 from slime_like.megatron.backend import MegatronBackend
@@ -106,6 +109,30 @@ def _with_columns(sample: TrainSample, loss: PolicyLoss | None = None) -> TrainS
             value = torch.ones(sample.response_length)
         values[field.name] = None if field.name in unwanted else value
     return replace(sample, **values)
+
+
+def decoding(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str, list[list[Any]]]:
+    """By case of `arguments["cases"]`, (model, fields of `SamplingParams`): the waits of one token
+    of the local engine, in hundredths."""
+    found = {}
+    device = torch.device("cuda", 0)
+    for name, (folder, fields_of_sampling) in arguments["cases"].items():
+        model = AutoModelForCausalLM.from_pretrained(folder).to(device).eval()
+        decoder = Decoder(model, None, device, frozenset(), lambda: 0)
+        prompts = (
+            ((3, 4, 5), (3, 4), (3, 4, 6), (7, 7, 7)) if "padded" in name else ((3, 4, 5),) * 4
+        )
+        requests = [GenerateRequest(i, prompt, seed=i) for i, prompt in enumerate(prompts)]
+        counts: dict[int, Counter[tuple[str, ...]]] = {}
+        for tokens in (5, 5, 15):  # what is done once per batch is left out
+            sampling = SamplingParams(max_new_tokens=tokens, **fields_of_sampling)
+            WAITS.start()
+            outputs = list(decoder.decode(requests, sampling, ()))
+            counts[tokens] = Counter({tuple(row[:5]): row[5] for row in _rows(WAITS.stop())})
+            assert len(outputs[-1]) == len(requests)
+        more = counts[15] - counts[5]
+        found[name] = [[*wait, 10 * number] for wait, number in sorted(more.items())]
+    return found
 
 
 def _rows(counts: dict[Wait, int]) -> list[list[Any]]:

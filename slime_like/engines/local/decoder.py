@@ -50,6 +50,13 @@ class _Row:
     finish_reason: FinishReason = "length"
 
 
+class _Cache(DynamicCache):
+    """Says at each token whether the rows have padding, which the host knows. transformers finds
+    out by reading the mask from the device, except for caches that it may compile."""
+
+    is_compileable = False
+
+
 class Decoder:
     """Decodes batches on one model."""
 
@@ -135,10 +142,12 @@ class Decoder:
                 mask = mask[keep]
                 positions = positions[keep]
             positions = positions + 1
+            is_padded = any(len(requests[row].prompt_tokens) < prompt_width for row in live)
+            cache.is_compileable = is_padded  # build the mask, do not look whether it is all True
             with self.routed_experts.recording(sampling.report_routed_experts):
                 logits = self._forward(
                     tokens[:, None],
-                    mask[:, : prompt_width + step + 1],
+                    mask[:, : prompt_width + step + 1] if is_padded else None,
                     cache,
                     {"position_ids": positions},
                 )
@@ -173,7 +182,7 @@ class Decoder:
 
     def _prefill(
         self, requests: Sequence[GenerateRequest], max_new_tokens: int
-    ) -> tuple[Tensor, DynamicCache, Tensor, Tensor]:
+    ) -> tuple[Tensor, _Cache, Tensor, Tensor]:
         """Compute each distinct prompt once, left-padded, then repeat it for its samples.
 
         Returns logits of the last prompt token [B, V], the cache, the mask [B, W + max_new_tokens]
@@ -197,7 +206,7 @@ class Decoder:
         mask = mask.to(self._device)
         last = positions.amax(1, keepdim=True).to(self._device)
         inputs = {name: value.to(self._device) for name, value in inputs.items()}
-        cache = DynamicCache(config=self._model.config)
+        cache = _Cache(config=self._model.config)
         logits = self._forward(ids, mask[:, :width], cache, inputs)
         place = {prompt: i for i, prompt in enumerate(distinct)}
         owner = torch.tensor([place[request.prompt] for request in requests], device=self._device)
@@ -205,10 +214,10 @@ class Decoder:
         return logits[owner], cache, mask[owner], last[owner]
 
     def _forward(
-        self, ids: Tensor, mask: Tensor, cache: DynamicCache, inputs: Mapping[str, Tensor]
+        self, ids: Tensor, mask: Tensor | None, cache: _Cache, inputs: Mapping[str, Tensor]
     ) -> Tensor:
         """Logits [B, V] after the last of ids [B, new]; extends the cache. mask covers cached and
-        new tokens. inputs: the model's other inputs."""
+        new tokens; None: none of them is padding. inputs: the model's other inputs."""
         out = self._model(
             input_ids=ids,
             attention_mask=mask,
@@ -320,13 +329,14 @@ class RouteRecorder:
         experts = [module for name, module in model.named_modules() if name.endswith(".experts")]
         self.layers = len(experts)
         self._is_recording = False
-        self._recorded: list[Tensor] = []  # of the last forward pass: [n, topk] int16 of each layer
+        # of the last forward pass: [n, topk] int16 of each layer, on the device
+        self._recorded: list[Tensor] = []
         for module in experts:
             module.register_forward_pre_hook(self._record)
 
     def _record(self, module: torch.nn.Module, inputs: tuple[Tensor, ...]) -> None:
         if self._is_recording:
-            self._recorded.append(inputs[1].to(torch.int16).cpu())
+            self._recorded.append(inputs[1].to(torch.int16))
 
     @contextmanager
     def recording(self, enabled: bool) -> Iterator[None]:
@@ -340,7 +350,7 @@ class RouteRecorder:
         """Routed experts of the last forward pass over `batch` rows of equal length: [batch,
         length, layers, topk]."""
         assert len(self._recorded) == self.layers, "every expert layer is called once in a pass"
-        return torch.stack(self._recorded, dim=1).unflatten(0, (batch, -1))
+        return torch.stack(self._recorded, dim=1).unflatten(0, (batch, -1)).cpu()
 
     def of_prompts(self, prompts: Sequence[PromptKey]) -> list[Tensor]:
         """Routed experts of each prompt, [P, layers, topk], after a forward pass over the distinct
