@@ -62,6 +62,7 @@ class Sampler:
     source: str | None = None
     used: float = 0.0
     clients: int = 0  # number of clients that have joined
+    follows: str | None = None  # of inflight weights: the model, whose later saves it takes
 
 
 @dataclass(slots=True)

@@ -245,14 +245,22 @@ class ServerOperations:
         self.registry.keep(checkpoint)
 
     async def _snapshot(self, request: Request) -> Result:
-        """Export the model for a new sampling session without a named checkpoint."""
+        """Export the model for a new sampling session without a named checkpoint. With inflight
+        weights, all earlier sessions of this kind take them, too; waiting requests of theirs are
+        sampled from the new weights."""
         model = self._model(request)
         sampler_id = request.body["sampler"]
         folder = self.folder / "snapshots" / f"{model.id}.{request.seq}"
         await self.call(request.id, {"op": "export", "model": model.id, "folder": str(folder)})
-        self.registry.keep(
-            Sampler(sampler_id, model.session, model.owner, str(folder), used=time.time())
-        )
+        sampler = Sampler(sampler_id, model.session, model.owner, str(folder), used=time.time())
+        if request.body.get("inflight"):
+            sampler.follows = model.id
+            for other in [s for s in self.registry.samplers.values() if s.follows == model.id]:
+                before = Path(other.folder)
+                other.folder = str(folder)
+                self.registry.keep(other)
+                self._remove_unused(before)
+        self.registry.keep(sampler)
         self._drop_old_snapshots(model.owner)
         return json_result({"sampling_session_id": sampler_id, "type": "save_weights_for_sampler"})
 
@@ -273,7 +281,12 @@ class ServerOperations:
         """Forget a sampler, and delete its weights if they are a snapshot."""
         self.registry.forget(sampler)
         if self._is_snapshot(sampler):
-            remove_tree(Path(sampler.folder))
+            self._remove_unused(Path(sampler.folder))
+
+    def _remove_unused(self, folder: Path) -> None:
+        """Delete a snapshot that no sampler uses any more."""
+        if all(Path(sampler.folder) != folder for sampler in self.registry.samplers.values()):
+            remove_tree(folder)
 
     def drop_checkpoint(self, checkpoint: Checkpoint) -> None:
         self.registry.forget(checkpoint)

@@ -266,8 +266,9 @@ class Service:
             request = {"sampler": f"{model.session}:sample:{body.sampling_session_seq_id}"}
             if request["sampler"] in self.registry.samplers:
                 request["refusal"] = f"sampling session {request['sampler']} exists"
-        if body.kind == "inflight":
-            request["refusal"] = "kind='inflight' is not supported, must be 'snapshot'"
+            request["inflight"] = body.kind == "inflight"
+        if body.path is not None and body.kind == "inflight":
+            request["refusal"] = "kind='inflight' is for sampling sessions, a path names a snapshot"
         op = "save" if body.path is not None else "snapshot"
         return self._of_model(op, body, owner, self._policies_only(body.model_id, request))
 

@@ -229,6 +229,34 @@ def test_a_saved_state_continues_bit_by_bit(client: tinker.ServiceClient, api: A
         client.create_training_client_from_state(path).result()
 
 
+def test_inflight_weights_follow_their_model(client: tinker.ServiceClient, api: ApiServer) -> None:
+    """A later inflight save reaches earlier sessions; snapshots in between do not; the weights are
+    on disk once, and stay while a session uses them."""
+    training = policy(client, api)
+    prompt = types.ModelInput.from_ints([10, 20, 30])
+    params = types.SamplingParams(max_tokens=6, seed=3)
+
+    def scores(sampler: tinker.SamplingClient) -> list[Any]:
+        answer = sampler.sample(prompt, 1, params, include_prompt_logprobs=True).result()
+        return [list(answer.sequences[0].tokens), list(answer.prompt_logprobs or ())]
+
+    def step() -> None:
+        training.forward_backward(batch(4), "cross_entropy")
+        training.optim_step(ADAM).result()
+
+    first = training.save_weights_and_get_sampling_client(kind="inflight").result()
+    start = scores(first)
+    step()
+    snapshot = training.save_weights_and_get_sampling_client().result()
+    assert scores(first) == start != scores(snapshot)
+    step()
+    second = training.save_weights_and_get_sampling_client(kind="inflight").result()
+    end = scores(second)
+    assert scores(first) == end and end[1] not in (start[1], scores(snapshot)[1])
+    model = training.get_info().model_id
+    assert len(list((api.folder / "server" / "snapshots").glob(f"{model}.*"))) == 2
+
+
 def test_snapshots_stay_as_they_are(
     client: tinker.ServiceClient, api: ApiServer, work: Workspace
 ) -> None:

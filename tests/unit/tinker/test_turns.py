@@ -86,3 +86,25 @@ def test_what_names_no_turn_changes_nothing(api: Api) -> None:
     assert "metrics" in step(api, 1)
     refuse(api, "save_weights", {"model_id": api.model, "seq_id": 1, "path": "a/b"})
     assert "metrics" in step(api, 2), "a number that is taken stays taken"
+
+
+def test_inflight_weights_have_no_name(api: Api) -> None:
+    sent = {"model_id": api.model, "seq_id": 1, "path": "a", "kind": "inflight"}
+    answer = api.post("retrieve_future", api.post("save_weights_for_sampler", sent))
+    assert "a path names a snapshot" in answer["error"]
+    assert "metrics" in step(api, 2)
+
+
+def test_a_shared_snapshot_stays_until_its_last_session(api: Api) -> None:
+    """Two inflight sessions of a model use one folder."""
+    folders = []
+    for seq in (1, 2):
+        sent = {"model_id": api.model, "seq_id": seq, "sampling_session_seq_id": seq, "kind": "inflight"}  # fmt: skip
+        answer = api.post("retrieve_future", api.post("save_weights_for_sampler", sent))
+        folders.append(Path(api.service.registry.samplers[answer["sampling_session_id"]].folder))
+    samplers = list(api.service.registry.samplers.values())
+    assert {Path(s.folder) for s in samplers} == {folders[1]} and not folders[0].exists()
+    api.service.operations.drop_sampler(samplers[1])
+    assert folders[1].exists()
+    api.service.operations.drop_sampler(samplers[0])
+    assert not folders[1].exists()
