@@ -65,12 +65,13 @@ te-python:
 test-pretend-gpu: install te-python
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -rs -n 0 tests/pretend_gpu
 
-# seed of make fuzz
+# seed of make fuzz, and examples of a test
 FUZZ_SEED ?= 0
+FUZZ_EXAMPLES ?= 20000
 
 # Hypothesis-generated engine answers, checkpoints, rows and API bodies; about an hour
 fuzz: install
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --timeout 7200 --hypothesis-profile long --hypothesis-seed $(FUZZ_SEED) tests/fuzz
+	FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --timeout 7200 --hypothesis-profile long --hypothesis-seed $(FUZZ_SEED) tests/fuzz
 
 # Random families, features, layouts and releases against one process in float64, about 15 s an example;
 # OTHER_PYTHON: an environment with another megatron-core

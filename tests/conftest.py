@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
 from collections.abc import Generator
 
@@ -14,7 +15,11 @@ settings.register_profile(
     "quick", max_examples=50, deadline=None, derandomize=True, suppress_health_check=_HEALTH
 )
 settings.register_profile(
-    "long", max_examples=20_000, deadline=None, print_blob=True, suppress_health_check=_HEALTH
+    "long",
+    max_examples=int(os.environ.get("FUZZ_EXAMPLES", "20000")),
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=_HEALTH,
 )
 settings.load_profile("quick")
 
