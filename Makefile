@@ -16,7 +16,7 @@ PYTEST := OMP_NUM_THREADS=$(TEST_THREADS) $(BIN)/python -m pytest -q -n $(TEST_W
 # Write bytecode even if the image disables it: hundreds of test processes import our modules.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: install demo test test-extended test-slow test-processors test-pretend-gpu te-python fuzz search-layouts test-learning test-slurm sglang-env test-sglang cookbook-env test-cookbook newest-env test-newest see-env test-see pictures trl-env bench-trl gpu-check docs-env docs lint format typecheck flags proto parity parity-full clean
+.PHONY: install demo test test-extended test-slow test-processors test-pretend-gpu te-python fuzz search-layouts test-learning test-slurm sglang-env test-sglang vllm-env test-vllm cookbook-env test-cookbook newest-env test-newest see-env test-see pictures trl-env bench-trl gpu-check docs-env docs lint format typecheck flags proto parity parity-full clean
 
 install: $(STAMP)
 
@@ -38,14 +38,14 @@ demo: install
 
 # about 5 minutes on 2 idle cores
 test: install
-	$(PYTEST) -m "not slow and not extended and not gpu and not pretend_gpu and not slurm and not sglang and not cookbook and not see and not learning and not search" $(TESTS)
+	$(PYTEST) -m "not slow and not extended and not gpu and not pretend_gpu and not slurm and not sglang and not vllm and not cookbook and not see and not learning and not search" $(TESTS)
 
 # more layouts, kills and servers than make test
 test-extended: install
 	$(PYTEST) -m "extended and not slow and not see" $(TESTS)
 
 test-slow: install
-	$(PYTEST) -m "slow and not sglang and not cookbook and not see" $(SLOW)
+	$(PYTEST) -m "slow and not sglang and not vllm and not cookbook and not see" $(SLOW)
 
 # make test with smaller CPU instruction sets and other numbers of threads
 test-processors:
@@ -102,6 +102,16 @@ sglang-env:
 # real servers, a router, and end-to-end runs; minutes
 test-sglang: install sglang-env
 	SGLANG_ENV=$(SGLANG_ENV) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m sglang tests/sglang
+
+# vLLM on the CPU, in a separate environment (2 GB); may point to an existing one
+VLLM_ENV ?= $(CURDIR)/.venv-vllm
+
+vllm-env:
+	PYTHON=$(PYTHON) bash scripts/vllm_cpu/make_env.sh $(VLLM_ENV)
+
+# real servers and end-to-end runs; minutes
+test-vllm: install vllm-env
+	VLLM_ENV=$(VLLM_ENV) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m vllm tests/vllm
 
 # tinker-cookbook pins another transformers, so it has a separate environment (2 GB)
 COOKBOOK_ENV ?= $(CURDIR)/.venv-cookbook

@@ -28,6 +28,7 @@ class ConfigGroups:
     agents: schema.AgentsConfig
     hooks: schema.HooksConfig
     sglang: schema.SglangConfig
+    vllm: schema.VllmConfig
     reward: schema.RewardConfig
     algorithm: schema.AlgorithmConfig
     distillation: schema.DistillationConfig

@@ -46,6 +46,7 @@ GROUPS: Mapping[str, tuple[str, type]] = {
     "agents": ("agents", schema.AgentsConfig),
     "hooks": ("functions of your own", schema.HooksConfig),
     "sglang": ("sglang", schema.SglangConfig),
+    "vllm": ("vllm", schema.VllmConfig),
     "reward": ("reward", schema.RewardConfig),
     "algorithm": ("algorithm", schema.AlgorithmConfig),
     "distillation": ("on-policy distillation", schema.DistillationConfig),

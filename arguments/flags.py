@@ -24,6 +24,7 @@ Kind = Literal["value", "list", "switch", "json"]
 PASSED_ON: Mapping[str, str] = {
     "--sglang-": "sglang_server_flags",
     "--router-": "sglang_router_flags",
+    "--vllm-": "vllm_server_flags",
 }
 # List fields to which every occurrence of the flag adds.
 APPENDED = ("rollout_sample_hook_path",)

@@ -11,8 +11,8 @@ from functools import cache
 from pathlib import Path
 
 _FIND = """
-import importlib.util
-for name in ("sglang", "sglang_router"):
+import importlib.util, sys
+for name in sys.argv[1:]:
     spec = importlib.util.find_spec(name)
     print(spec.origin if spec and spec.origin else "-")
 """
@@ -22,13 +22,25 @@ for name in ("sglang", "sglang_router"):
 def packages_of(python: str) -> tuple[Path | None, Path | None]:
     """Folders of sglang and sglang_router as found by the interpreter `python`. Raises OSError if
     it cannot be run."""
+    sglang, router = _origins(python, "sglang", "sglang_router")
+    return _folder(sglang), _folder(router)
+
+
+@cache
+def folder_of(python: str, package: str) -> Path | None:
+    """The folder of a package as found by the interpreter `python`. Raises OSError if it cannot be
+    run."""
+    (origin,) = _origins(python, package)
+    return _folder(origin)
+
+
+def _origins(python: str, *packages: str) -> list[str]:
     done = subprocess.run(
-        [python, "-c", _FIND], capture_output=True, text=True, timeout=60, check=False
+        [python, "-c", _FIND, *packages], capture_output=True, text=True, timeout=60, check=False
     )
     if done.returncode:
         raise OSError(f"exit status {done.returncode}: {done.stderr.strip()[-200:]}")
-    sglang, router = done.stdout.split("\n")[:2]
-    return _folder(sglang), _folder(router)
+    return done.stdout.split("\n")[: len(packages)]
 
 
 def _folder(origin: str) -> Path | None:

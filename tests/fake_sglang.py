@@ -32,10 +32,12 @@ from slime_like.engines.local.engine import LocalEngine
 from slime_like.engines.sglang.engine import SglangEngine
 from slime_like.images.encoded import EncodedImage
 from slime_like.images.processor import ImageProcessor
+from slime_like.sglang.api import SglangApi
 from slime_like.sglang.http import Deadlines, Retries
 from slime_like.sglang.requests import RequestSettings
 from slime_like.sglang.routed_experts import RoutesFormat
 from slime_like.sglang.router import Router
+from slime_like.sglang.server_api import ServerApi
 from slime_like.sglang.server_pool import HealthSettings, ServerPool
 from slime_like.weight_sync.settings import UpdateSettings
 from slime_like.weight_sync.updater import WeightUpdater
@@ -201,10 +203,9 @@ class FakeServer:
     def count(self, path: str) -> int:
         return sum(seen == path for seen, _ in self.seen)
 
-    def get(self, handler: Handler) -> None:
-        if self._gone(handler):
-            return
-        answers: dict[str, Any] = {
+    def answers(self) -> dict[str, Any]:
+        """Of GET requests, by path."""
+        return {
             "/health": {},
             "/model_info": {"weight_version": self.version},
             "/server_info": self.info,
@@ -212,6 +213,11 @@ class FakeServer:
                 "workers": [{"url": url, "id": str(i)} for i, url in enumerate(self.workers)]
             },
         }
+
+    def get(self, handler: Handler) -> None:
+        if self._gone(handler):
+            return
+        answers = self.answers()
         if handler.path in self.garbage:
             handler.reply(200, self.garbage[handler.path])
         elif handler.path in self.refused:
@@ -231,7 +237,11 @@ class FakeServer:
         elif handler.path in self.refused:
             code, words = self.refused[handler.path]
             handler.reply(code, json.dumps({"success": False, "message": words}).encode())
-        elif handler.path == "/generate":
+        else:
+            self.answer(handler, body)
+
+    def answer(self, handler: Handler, body: Any) -> None:
+        if handler.path == "/generate":
             is_probe = "-probe-" in body["rid"]  # of the weights, or of a teacher, by the run
             faults = self.probe_faults if is_probe else self.faults
             fault = faults.pop(0) if faults else None
@@ -496,10 +506,12 @@ def engine_of(
     joined_by_router: bool = False,
     keep_copy: bool = True,
     delta: Mapping[str, Any] | None = None,
+    api: ServerApi | None = None,
 ) -> Iterator[SglangEngine]:
     """An engine that asks `servers`;
 
     Args:
+        api: Theirs, if it is not SGLang's.
         synced: They have the model's weights, as version 1.
         delta: They get changes of weights; settings of these.
     """
@@ -510,6 +522,7 @@ def engine_of(
         router,
         health,
         1.0,
+        api=api or SglangApi(),
         joined_by_router=joined_by_router,
     )
     pool.start()

@@ -55,6 +55,7 @@ from arguments.rules.training import (
     STEP_RULES,
     warn_lora_overlap,
 )
+from arguments.rules.vllm import VLLM_RULES
 from arguments.untested import warn_untested
 from slime_like.advantages.registry import advantage_estimators, compares_samples
 from slime_like.config import Problem
@@ -115,6 +116,7 @@ RULES: tuple[Rule, ...] = (
     *SCHEDULING_RULES,
     *AGENT_RULES,
     *SGLANG_RULES,
+    *VLLM_RULES,
     *FILE_RULES,
     *PROFILING_RULES,
     reject_server_flags,

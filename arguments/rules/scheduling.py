@@ -152,7 +152,7 @@ def check_rollout_time_limit(s: Settings) -> list[Problem]:
     if limit is None:
         return []
     if not engine_traits(s.rollout.rollout_engine).aborts_requests:
-        message = "requires --rollout-engine sglang; use --rollout-max-response-len instead"
+        message = "requires --rollout-engine sglang or vllm; use --rollout-max-response-len instead"
         return problem("rollout_time_limit_s", limit, message)
     if config.rollout_function_path not in (None, OWN_ROLLOUT):
         message = "has no effect on --rollout-function-path; remove one of them"

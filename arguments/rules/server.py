@@ -149,6 +149,9 @@ def is_loopback(host: str) -> bool:
 def check_server_sglang(s: Settings) -> list[Problem]:
     """Settings without use for SGLang servers of the Tinker server, which load sampling snapshots
     from --server-dir, one at a time."""
+    if s.rollout.rollout_engine == "vllm":
+        message = "not supported by the server; legal values: local, sglang"
+        return problem("rollout_engine", "vllm", message)
     if not uses_sglang(s):
         return []
     problems = []

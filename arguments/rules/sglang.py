@@ -10,7 +10,7 @@ from pathlib import Path
 
 from arguments.flags import PASSED_ON
 from arguments.rules.base import Rule, Settings, problem
-from arguments.schema import SglangConfig
+from arguments.schema import SglangConfig, VllmConfig
 from arguments.sglang_install import interpreter, nearest, packages_of, router_fields, server_fields
 from slime_like.config import Problem
 from slime_like.extras import pip_install
@@ -30,6 +30,18 @@ OWN_SERVER_SETTINGS = (
     "dist_init_addr",
     "skip_tokenizer_init",
     "weight_version",
+)
+# Settings without a counterpart in vLLM servers
+SGLANG_ONLY = (
+    "colocate",
+    "offload_train",
+    "offload_rollout",
+    "sglang_python",
+    "sglang_router_ip",
+    "sglang_router_port",
+    "no_sglang_router",
+    "sglang_server_flags",
+    "sglang_router_flags",
 )
 OWN_ROUTER_SETTINGS = ("host", "port", "worker_urls", "prometheus_port", "prometheus_host")
 
@@ -52,6 +64,11 @@ def uses_sglang(s: Settings) -> bool:
     return s.rollout.rollout_engine == "sglang"
 
 
+def uses_servers(s: Settings) -> bool:
+    """Whether an engine of ours with servers samples: SGLang or vLLM."""
+    return s.rollout.rollout_engine in ("sglang", "vllm")
+
+
 def gpus_of_servers(s: Settings) -> int | None:
     """Number of GPUs for servers that the run starts; with --colocate by default all GPUs of the
     trainer. None if it starts none."""
@@ -61,14 +78,25 @@ def gpus_of_servers(s: Settings) -> int | None:
 
 
 def check_unused_sglang_flags(s: Settings) -> list[Problem]:
-    if uses_sglang(s):
-        return []
-    message = "has no effect with --rollout-engine local; remove it or add --rollout-engine sglang"
+    groups: list[tuple[SglangConfig | VllmConfig, str]] = []
+    engine = s.rollout.rollout_engine
+    if engine != "sglang":
+        groups.append((s.sglang, "sglang"))
+    if engine != "vllm":
+        groups.append((s.vllm, "vllm"))
+    unused = [
+        (group, field, legal)
+        for group, legal in groups
+        for field in dataclasses.fields(group)
+        if field.name in s.given and not (engine == "vllm" and field.name not in SGLANG_ONLY)
+    ]
     problems = []
-    for field in dataclasses.fields(SglangConfig):
-        if field.name not in s.given:
-            continue
-        value = getattr(s.sglang, field.name)
+    for group, field, legal in unused:
+        value = getattr(group, field.name)
+        message = (
+            f"has no effect with --rollout-engine {engine}; remove it or add --rollout-engine "
+            f"{legal}"
+        )
         if isinstance(value, dict):  # flags that are passed on
             prefix = next(p for p, collector in PASSED_ON.items() if collector == field.name)
             for key, text in value.items():
@@ -85,7 +113,7 @@ def _passed_on_flag(prefix: str, setting: str) -> str:
 def check_server_addresses(s: Settings) -> list[Problem]:
     g = s.sglang
     field = "rollout_external_engine_addrs"
-    if not uses_sglang(s):
+    if not uses_servers(s):
         return []
     starts = gpus_of_servers(s) is not None
     addresses = g.rollout_external_engine_addrs or []
@@ -96,9 +124,10 @@ def check_server_addresses(s: Settings) -> list[Problem]:
     if g.rollout_external_engine_addrs is None and not starts and g.sglang_router_ip is None:
         message = (
             "requires servers: --rollout-num-gpus to start them, --rollout-external-engine-addrs "
-            "host:port for running ones, or --sglang-router-ip"
+            "host:port for running ones"
         )
-        return problem("rollout_engine", "sglang", message)
+        message += ", or --sglang-router-ip" if uses_sglang(s) else ""
+        return problem("rollout_engine", s.rollout.rollout_engine, message)
     problems = []
     for address in addresses:
         if address_parts(address) is None:
@@ -110,15 +139,20 @@ def check_server_addresses(s: Settings) -> list[Problem]:
 
 def check_started_servers(s: Settings) -> list[Problem]:
     g = s.sglang
-    if not uses_sglang(s):
+    if not uses_servers(s):
         return []
     gpus = gpus_of_servers(s)
     problems = []
     if gpus is None:
-        for name in ("rollout_num_gpus_per_engine", "sglang_server_flags"):
+        started = {
+            "rollout_num_gpus_per_engine": g.rollout_num_gpus_per_engine,
+            "sglang_server_flags": g.sglang_server_flags,
+            "vllm_server_flags": s.vllm.vllm_server_flags,
+        }
+        for name, value in started.items():
             if name in s.given:
                 message = "has no effect on external servers; remove it or add --rollout-num-gpus"
-                problems += problem(name, getattr(g, name), message)
+                problems += problem(name, value, message)
         return problems
     if gpus % g.rollout_num_gpus_per_engine:
         message = (
@@ -203,7 +237,7 @@ def warn_few_servers(s: Settings) -> str | None:
 def check_weight_transport(s: Settings) -> list[Problem]:
     g = s.sglang
     transport = s.sglang.update_weight_transport
-    if not uses_sglang(s):
+    if not uses_servers(s):
         return []
     problems = []
     if g.colocate and (g.rollout_num_gpus or 0) > s.world_size:
@@ -253,7 +287,7 @@ def _check_replicas(s: Settings) -> list[Problem]:
 
 def check_server_checkpoint(s: Settings) -> list[Problem]:
     folder = s.model.hf_checkpoint
-    if not uses_sglang(s) or folder is None or Path(folder).is_dir():
+    if not uses_servers(s) or folder is None or Path(folder).is_dir():
         return []
     message = "must be a folder: servers read its config.json and tokenizer"
     return problem("hf_checkpoint", folder, message)

@@ -20,6 +20,7 @@ from arguments.schema.scheduling import SchedulingConfig
 from arguments.schema.server import ServerConfig
 from arguments.schema.sglang import SglangConfig
 from arguments.schema.slime import ModelArgsConfig, SlimeConfig
+from arguments.schema.vllm import VllmConfig
 
 __all__ = [
     "AgentsConfig",
@@ -47,4 +48,5 @@ __all__ = [
     "ServerConfig",
     "SglangConfig",
     "SlimeConfig",
+    "VllmConfig",
 ]

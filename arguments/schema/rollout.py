@@ -59,6 +59,7 @@ class RolloutConfig(CheckedSettings):
         excludes=(
             "loss_type=sft_loss",
             "rollout_engine=sglang",
+            "rollout_engine=vllm",
             "@served_teacher",
         ),
     )

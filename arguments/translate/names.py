@@ -190,7 +190,6 @@ NAMES_ELSEWHERE: Mapping[str, str] = {
     "gradient-checkpointing": "--recompute-granularity",
 }
 _PREFIXES = {
-    "--vllm-": _ENGINES,
     "--megatron-deepgemm-": "fp8 and fp4 training",
     "--lora-": "this setting of adapters",
 }
@@ -200,7 +199,6 @@ VALUES_NOT_IMPLEMENTED: Mapping[str, Mapping[str, str]] = {
     "rm_type": {"random": "this reward"},
     "optimizer": {"dist_muon": "Muon with sharded state; use muon"},
     "moe_router_load_balancing_type": {"sinkhorn": "this balancing"},
-    "rollout_engine": {"vllm": "this engine"},
 }
 # values of slime's `--advantage-estimator` that select a loss
 ESTIMATORS_THAT_ARE_LOSSES = ("gspo", "cispo")

@@ -77,4 +77,6 @@ rollout_engines.add_lazy(
 rollout_engines.add_lazy(
     "sglang", f"{_HERE}.sglang.factory:make_sglang_engine", help="SGLang servers."
 )
+rollout_engines.add_lazy("vllm", f"{_HERE}.vllm.factory:make_vllm_engine", help="vLLM servers.")
+_traits["vllm"] = EngineTraits(has_servers=True, aborts_requests=True)
 _traits["sglang"] = EngineTraits(has_servers=True, aborts_requests=True, takes_quantized=True)

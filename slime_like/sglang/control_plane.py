@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from slime_like.errors import RunError
-from slime_like.sglang.control_answers import Checksums, ModelInfo
 from slime_like.sglang.http import CONTROL_S, RequestFailed
+from slime_like.sglang.server_api import ServerCall
 from slime_like.sglang.server_pool import ServerPool, Worker
 from slime_like.text import list_names, shown
 
 logger = logging.getLogger(__name__)
 
 
-def call_servers(
-    pool: ServerPool, workers: Sequence[Worker], path: str, body: Mapping[str, object]
-) -> None:
+def call_servers(pool: ServerPool, workers: Sequence[Worker], call: ServerCall) -> None:
     """POST to all servers; a server that fails is evicted."""
     for worker in workers:
         try:
-            pool.call(worker, path, body, timeout_s=CONTROL_S)
+            pool.post(worker, call, timeout_s=CONTROL_S)
         except RequestFailed as failure:
             pool.evict(worker, str(failure))
 
@@ -31,9 +29,7 @@ def check_versions(pool: ServerPool, workers: Sequence[Worker], version: int) ->
     responding = []
     for worker in workers:
         try:
-            reported = pool.ask(
-                worker, "/model_info", ModelInfo, timeout_s=CONTROL_S
-            ).weight_version
+            reported = pool.weight_version(worker)
         except RequestFailed as failure:
             pool.evict(worker, str(failure))
             continue
@@ -54,10 +50,7 @@ def check_equal_weights(pool: ServerPool, workers: Sequence[Worker]) -> None:
     reference: dict[tuple[str, ...], dict[str, str]] = {}
     for worker in workers:
         try:
-            body = {"action": "checksum"}
-            sums = pool.ask(
-                worker, "/weights_checker", Checksums, timeout_s=10 * CONTROL_S, body=body
-            ).by_name()
+            sums = pool.checksums(worker)
         except RequestFailed as failure:
             logger.warning(f"the engine {worker.url} gives no checksums of its weights: {failure}")
             continue
@@ -84,7 +77,9 @@ class ColocatedMemory:
         if self._released is None:
             self._released = []
             if self._pool is not None:
-                call_servers(self._pool, self._pool.alive(), "/release_memory_occupation", {})
+                call_servers(
+                    self._pool, self._pool.alive(), ServerCall("/release_memory_occupation")
+                )
                 self._released = [(worker, worker.evictions) for worker in self._pool.alive()]
 
     def resume(self) -> None:
@@ -95,4 +90,4 @@ class ColocatedMemory:
         self._released = None
         if released and self._pool is not None:
             workers = [w for w, evictions in released if w.alive and w.evictions == evictions]
-            call_servers(self._pool, workers, "/resume_memory_occupation", {})
+            call_servers(self._pool, workers, ServerCall("/resume_memory_occupation"))

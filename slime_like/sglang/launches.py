@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from arguments.schema import SglangConfig
-from arguments.sglang_install import interpreter
 from slime_like.distributed.failure_report import job
 from slime_like.errors import RunError
 from slime_like.sglang.node_agent import RemoteNode, RemoteProcess
@@ -19,12 +17,8 @@ from slime_like.sglang.processes import (
     Launch,
     ServerProcess,
     SpanningProcess,
-    server_command,
-    server_settings,
 )
 from slime_like.weight_sync.transports.base import transport_traits
-
-ROUTES_SETTING = "enable_return_routed_experts"  # server argument
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,21 +31,31 @@ class ServerPart:
 
 
 @dataclass(frozen=True, slots=True)
-class ServedModel:
-    """What servers load and report."""
+class Slot:
+    """Where one part of a server runs."""
 
-    folder: str  # --hf-checkpoint
-    dtype: str  # e.g. bfloat16
-    reports_routed_experts: bool = False
+    host: str
+    port: int
+    gpus: int  # of the whole server
+    first_gpu: int
+    # of a server on several nodes: their number, the part's number, and where they meet
+    nodes: int = 1
+    node_rank: int = 0
+    meeting: str | None = None
+
+
+class ServerProgram(ABC):
+    """The program that a server is."""
+
+    @abstractmethod
+    def command(self, slot: Slot) -> tuple[str, ...]: ...
+
+    def environment(self, slot: Slot) -> Mapping[str, str]:
+        return {}
 
 
 def engine_launches(
-    sglang: SglangConfig,
-    model: ServedModel,
-    nodes: Sequence[Node],
-    *,
-    device: torch.device,
-    logs: Path,
+    sglang: SglangConfig, program: ServerProgram, nodes: Sequence[Node], *, logs: Path
 ) -> list[list[ServerPart]]:
     """The parts of each server; the first part serves HTTP. Raises RunError if the nodes have too
     few GPUs."""
@@ -62,7 +66,7 @@ def engine_launches(
     ports = {node.rank: iter(node.ports) for node in nodes}
     servers = list[list[ServerPart]]()
     for number, shares in enumerate(placements):
-        multi_node_settings: dict[str, object] = {}
+        meeting: str | None = None
         if len(shares) > 1:
             if transport_traits(sglang.update_weight_transport).same_gpu:
                 raise RunError(
@@ -73,30 +77,15 @@ def engine_launches(
             first = shares[0].node
             second = shares[1].node
             host = first.address if first.rank else address_towards([f"http://{second.address}:1"])
-            init_address = f"{host}:{next(ports[first.rank])}"
-            multi_node_settings = {"nnodes": len(shares), "dist_init_addr": init_address}
+            meeting = f"{host}:{next(ports[first.rank])}"
         parts = list[ServerPart]()
         for node_rank, share in enumerate(shares):
             host = share.node.address
             port = next(ports[share.node.rank])
-            settings: dict[str, object] = multi_node_settings | server_settings(
-                model=model.folder,
-                port=port,
-                host=host,
-                gpus=per_engine,
-                base_gpu=share.first_gpu,
-                dtype=model.dtype,
-                cuda=device.type == "cuda",
-                memory_saver=bool(sglang.offload_rollout),
-                overrides=sglang.sglang_server_flags or {},
-            )
-            if multi_node_settings:
-                settings["node_rank"] = node_rank
-            if model.reports_routed_experts:
-                settings[ROUTES_SETTING] = True
+            slot = Slot(host, port, per_engine, share.first_gpu, len(shares), node_rank, meeting)
             log = logs / f"engine-{number}{f'-node-{node_rank}' if node_rank else ''}.log"
-            command = server_command(interpreter(sglang.sglang_python), settings)
-            parts.append(ServerPart(share.node, f"http://{host}:{port}", Launch(command, log)))
+            launch = Launch(program.command(slot), log, program.environment(slot))
+            parts.append(ServerPart(share.node, f"http://{host}:{port}", launch))
         servers.append(parts)
     return servers
 

@@ -72,7 +72,9 @@ class NodeAgent:
             if number in self._running or number in self._failed:
                 continue
             try:
-                process = ServerProcess(Launch(tuple(launch["command"]), Path(launch["log"])))
+                command = tuple(launch["command"])
+                to_start = Launch(command, Path(launch["log"]), launch["environment"])
+                process = ServerProcess(to_start)
                 self._running[number] = (launch["attempt"], process)
             except OSError as error:
                 self._failed[number] = {
@@ -109,7 +111,12 @@ class RemoteNode:
             self._attempts += 1
             self._request(
                 number,
-                {"attempt": self._attempts, "command": launch.command, "log": str(launch.log)},
+                {
+                    "attempt": self._attempts,
+                    "command": launch.command,
+                    "log": str(launch.log),
+                    "environment": dict(launch.environment),
+                },
             )
             return self._attempts
 

@@ -11,7 +11,7 @@ import subprocess
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 LOOPBACK = "127.0.0.1"
@@ -82,6 +82,7 @@ class Launch:
 
     command: tuple[str, ...]
     log: Path  # file that its output is appended to
+    environment: Mapping[str, str] = field(default_factory=dict)  # further variables
 
 
 class EngineProcess(ABC):
@@ -121,7 +122,7 @@ class ServerProcess(EngineProcess):
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=clean_environment(),
+                env=clean_environment() | dict(launch.environment),
                 start_new_session=True,
             )
 

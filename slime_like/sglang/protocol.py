@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Annotated, TypeVar
 
 from pydantic import Field
@@ -15,12 +14,19 @@ from slime_like.checked_json import (
     LogProb,
     StrictModel,
     TokenId,
-    WrongWeightVersion,
     read,
 )
 from slime_like.engines.base import FinishReason, GenerateOutput, GenerateRequest, SamplingParams
 from slime_like.images.processor import ImageProcessor
-from slime_like.sglang.routed_experts import RoutesFormat, read_routed_experts
+from slime_like.sglang.routed_experts import read_routed_experts
+from slime_like.sglang.server_api import Legal, RefusedByServer
+from slime_like.sglang.token_checks import (
+    VersionSpan,
+    check_log_prob_tokens,
+    check_tokens,
+    of_request,
+    weight_versions,
+)
 from slime_like.text import clean, shown
 
 _NOTHING_NEW = {"temperature": 1.0, "max_new_tokens": 0}
@@ -28,27 +34,10 @@ _ANSWER_BYTES = 2**20  # size limit of a response without its tokens
 _TOKEN_BYTES = 512  # size limit per token: id, log-prob, text and weight version
 
 
-@dataclass(frozen=True, slots=True)
-class Legal:
-    """Legal content of a response."""
-
-    vocab_size: int
-    versions: Collection[int]  # weight versions that the server may have had
-    routed_experts: RoutesFormat | None = None  # their format, of a network with experts
-
-
 class _FinishReason(StrictModel):
     type: FinishReason
     status_code: Annotated[int, Field(ge=100, le=599)] | None = None
     message: object = None
-
-
-class _Span(StrictModel):
-    """Response tokens [start, end) of one weight version."""
-
-    version: object
-    start: int
-    end: int
 
 
 class _Meta(StrictModel):
@@ -64,7 +53,7 @@ class _GenerationMeta(_Meta):
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     weight_version: object = None  # of all tokens, without weight_versions
-    weight_versions: Items[_Span] | None = None
+    weight_versions: Items[VersionSpan] | None = None
     output_token_logprobs: Items[tuple[LogProb, TokenId, object]] = Field(default_factory=list)
     routed_experts: str | None = None
 
@@ -84,15 +73,6 @@ class _Scores(_Answer):
 
 
 A = TypeVar("A", bound=_Answer)
-
-
-class RefusedByServer(ValueError):
-    """The server aborted the request itself (out of memory, restart). `status`: its status code,
-    500 if it gave none."""
-
-    def __init__(self, message: str, status: int) -> None:
-        super().__init__(message)
-        self.status = status
 
 
 def generation_body(
@@ -180,7 +160,7 @@ def read_generation(
         WrongWeightVersion: A weight version is not `legal`.
         RefusedByServer: The server aborted the request.
     """
-    with _of_request(rid):
+    with of_request(rid):
         generation = _read(_Generation, answer, rid)
         meta = generation.meta_info
         tokens = tuple(generation.output_ids)
@@ -188,14 +168,8 @@ def read_generation(
         if finish.type == "abort" and finish.status_code is not None:
             message = f"request {rid}: {clean(str(finish.message))}"
             raise RefusedByServer(message, finish.status_code)
-        largest = max(tokens, default=0)
-        if largest >= legal.vocab_size:
-            raise InvalidResponse(
-                f"output_ids[{tokens.index(largest)}] is {shown(largest, 40)}, not a token id from "
-                f"0 to {legal.vocab_size - 1}"
-            )
-        if len(tokens) > sampling.max_new_tokens or (not tokens and finish.type != "abort"):
-            raise InvalidResponse(f"{len(tokens)} tokens, expected 1 to {sampling.max_new_tokens}")
+        aborted = finish.type == "abort"
+        check_tokens(tokens, sampling, legal.vocab_size, aborted=aborted, key="output_ids")
         if meta.completion_tokens not in (None, len(tokens)):
             raise InvalidResponse(
                 f"{len(tokens)} tokens, and the server counted {meta.completion_tokens}"
@@ -239,7 +213,7 @@ def read_scores(
     """Log-probs of tokens[start + 1:]. last: the last token of the vocabulary, which SGLang may
     report as 0 here. Raises InvalidResponse."""
     scores: list[float] = []
-    with _of_request(rid):
+    with of_request(rid):
         entries = _read(_Scores, answer, rid).meta_info.input_token_logprobs
         if len(entries) != len(tokens) - start:
             raise InvalidResponse(
@@ -258,18 +232,9 @@ def read_scores(
 
 def read_input_tokens(answer: bytes, rid: str) -> tuple[int, ...]:
     """The tokens that the server made of a text. Raises InvalidResponse."""
-    with _of_request(rid):
+    with of_request(rid):
         entries = _read(_Scores, answer, rid).meta_info.input_token_logprobs
         return tuple(token for _, token, _ in entries)
-
-
-@contextlib.contextmanager
-def _of_request(rid: str) -> Iterator[None]:
-    """Names the request in what is raised."""
-    try:
-        yield
-    except InvalidResponse as error:
-        raise type(error)(f"request {rid}: {error}") from None
 
 
 def _read(model: type[A], data: bytes, rid: str) -> A:
@@ -282,56 +247,14 @@ def _read(model: type[A], data: bytes, rid: str) -> A:
 
 
 def _log_probs(meta: _GenerationMeta, tokens: tuple[int, ...]) -> tuple[float, ...]:
-    """The log-prob of each token. Compared at once, because responses have thousands of tokens."""
+    """The log-prob of each token."""
     entries = meta.output_token_logprobs
-    if len(entries) != len(tokens):
-        raise InvalidResponse(f"{len(entries)} log-probs for {len(tokens)} tokens")
-    reported = tuple([entry[1] for entry in entries])
-    if reported != tokens:
-        place = next(i for i, (a, b) in enumerate(zip(reported, tokens, strict=True)) if a != b)
-        raise InvalidResponse(
-            f"the log-prob at {place} is of token {shown(reported[place], 40)}, and the token "
-            f"there is {tokens[place]}"
-        )
+    check_log_prob_tokens([entry[1] for entry in entries], tokens)
     return tuple([entry[0] for entry in entries])
 
 
 def _weight_versions(meta: _GenerationMeta, length: int, legal: Collection[int]) -> tuple[int, ...]:
-    """The weight version of each token: in `legal`, and not below that of the token before."""
     spans = meta.weight_versions
     if spans is None:
-        spans = [_Span(version=meta.weight_version, start=0, end=length)]
-    versions: list[int] = []
-    for span in spans:
-        if span.start != len(versions) or not span.start <= span.end <= length:
-            raise InvalidResponse(
-                f"weight versions of tokens {shown(span.start, 40)} to {shown(span.end, 40)} after "
-                f"{len(versions)} of {length} tokens"
-            )
-        if span.start == span.end:
-            continue
-        version = _version(span.version)
-        if version not in legal:
-            names = ", ".join(map(str, sorted(legal))) or "none"
-            raise WrongWeightVersion(
-                f"weight version {shown(version, 40)}, and only {names} can have written it"
-            )
-        if versions and version < versions[-1]:
-            raise WrongWeightVersion(f"weight version {version} after {versions[-1]}")
-        versions += [version] * (span.end - span.start)
-    if len(versions) != length:
-        raise InvalidResponse(f"weight versions of {len(versions)} tokens for {length} tokens")
-    return tuple(versions)
-
-
-def _version(value: object) -> int:
-    """Parse a weight version, an integer or its text. Raises WrongWeightVersion for other text,
-    e.g. from a server that never received weights; InvalidResponse for other types."""
-    if type(value) is int:
-        return value
-    if not isinstance(value, str):
-        raise InvalidResponse(f"weight version {shown(value)}")
-    digits = value.removeprefix("-")
-    if not (digits.isascii() and digits.isdecimal() and len(digits) <= 18):
-        raise WrongWeightVersion(f"the weight version {shown(value)} was never sent")
-    return int(value)
+        spans = [VersionSpan(version=meta.weight_version, start=0, end=length)]
+    return weight_versions(spans, length, legal)

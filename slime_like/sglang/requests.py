@@ -1,4 +1,4 @@
-"""Generation requests from rank 0 to SGLang servers: load balancing, retries, aborts and validation
+"""Generation requests from rank 0 to servers: load balancing, retries, aborts and validation
 of responses."""
 
 from __future__ import annotations
@@ -25,14 +25,8 @@ from slime_like.sglang.http import (
     post_once,
     with_retries,
 )
-from slime_like.sglang.protocol import (
-    Legal,
-    RefusedByServer,
-    generation_body,
-    max_response_bytes,
-    read_generation,
-)
 from slime_like.sglang.routed_experts import RoutesFormat
+from slime_like.sglang.server_api import Legal, RefusedByServer
 from slime_like.sglang.server_pool import ServerPool, Worker
 
 ABORT_DEADLINES = Deadlines(CONTROL_S, CONTROL_S, CONTROL_S)
@@ -124,9 +118,8 @@ class ServerRequests:
 
         async def send_abort(worker: Worker, rid: str) -> None:
             try:
-                await post_once(
-                    client, f"{worker.url}/abort_request", {"rid": rid}, ABORT_DEADLINES
-                )
+                call = self._pool.api.abort(rid)
+                await post_once(client, worker.url + call.path, call.body, ABORT_DEADLINES)
             except RequestFailed as failure:  # a dead server has aborted it already
                 self.counts[f"abort_{failure.kind}"] += 1
 
@@ -178,13 +171,14 @@ class ServerRequests:
         url, worker = await self._target(avoid)
         oldest = self._pool.version
         evictions = 0 if worker is None else worker.evictions
-        body = generation_body(request, sampling, rid, self._settings.images)
-        limit = max_response_bytes(request, sampling, self._token_bytes(sampling))
+        api = self._pool.api
+        body = api.generation_body(request, sampling, rid, self._settings.images)
+        limit = api.max_response_bytes(request, sampling, self._token_bytes(sampling))
         answer = await self._post(client, url, worker, body, limit, avoid)
         versions = {v for v in self.sent if v >= oldest}
         legal = Legal(self._vocab_size, versions, self._routed_experts)
         try:
-            return read_generation(answer, request, sampling, rid, legal)
+            return api.read_generation(answer, request, sampling, rid, legal)
         except WrongWeightVersion as error:
             self.counts["wrong_version"] += 1
             if worker is None:
@@ -218,7 +212,8 @@ class ServerRequests:
         deadlines = self._settings.deadlines
         # a task of its own: an eviction that comes just after the response must not cancel what the
         # request does next
-        task = asyncio.create_task(post_once(client, f"{url}/generate", body, deadlines, max_bytes))
+        path = self._pool.api.generate_path
+        task = asyncio.create_task(post_once(client, url + path, body, deadlines, max_bytes))
         if worker is not None:
             with self._pool.lock:
                 worker.in_flight.add(task)

@@ -8,17 +8,21 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import TypeVar
 
-from slime_like.checked_json import InvalidResponse, M, read
+from slime_like.checked_json import InvalidResponse, read
 from slime_like.errors import RunError
-from slime_like.sglang.http import ANSWER_BYTES, ControlClient, RequestFailed
+from slime_like.sglang.control_answers import ModelInfo
+from slime_like.sglang.http import ANSWER_BYTES, CONTROL_S, ControlClient, RequestFailed
 from slime_like.sglang.processes import EngineProcess
 from slime_like.sglang.router import Router
+from slime_like.sglang.server_api import ServerApi, ServerCall, ServerSizes
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 MAX_RESTARTS = 3  # restarts of one server per run
 MAX_WRONG_VERSIONS = 3  # evictions for wrong weight versions before a server stays out
@@ -69,8 +73,10 @@ class ServerPool:
         health: HealthSettings,
         connect_s: float,
         *,
+        api: ServerApi,
         joined_by_router: bool = False,
     ) -> None:
+        self.api = api
         self.router = router
         self.joined_by_router = joined_by_router
         self.health = health
@@ -185,23 +191,28 @@ class ServerPool:
             max_bytes=max_bytes,
         )
 
-    def ask(
-        self,
-        worker: Worker,
-        path: str,
-        model: type[M],
-        *,
-        timeout_s: float,
-        body: object = None,
-    ) -> M:
-        """The response to a GET, or to a POST if there is a body. Raises RequestFailed, also for an
-        invalid response."""
-        method = "GET" if body is None else "POST"
-        answer = self.call(worker, path, body, timeout_s=timeout_s, method=method)
-        try:
-            return read(model, answer)
-        except InvalidResponse as bad:
-            raise RequestFailed(bad.kind, f"{worker.url}{path}: {bad}", retryable=False) from None
+    def post(self, worker: Worker, call: ServerCall, *, timeout_s: float) -> dict[str, object]:
+        """Make a control call; as `call`."""
+        return self.call(worker, call.path, call.body, timeout_s=timeout_s)
+
+    def weight_version(self, worker: Worker) -> str:
+        """The version that a server reports, as it was sent. Raises RequestFailed, also for an
+        invalid response, as do the next two."""
+        path = self.api.version_path
+        return self._read(worker, path, lambda answer: read(ModelInfo, answer)).weight_version
+
+    def sizes(self, worker: Worker) -> ServerSizes:
+        return self._read(worker, self.api.info_path, self.api.read_sizes)
+
+    def checksums(self, worker: Worker) -> dict[str, str]:
+        """The checksum of every weight, by rank and name."""
+        call = self.api.checksum
+        answer = self.post(worker, call, timeout_s=10 * CONTROL_S)
+        return _valid(answer, worker.url + call.path, self.api.read_checksums)
+
+    def _read(self, worker: Worker, path: str, reader: Callable[[Mapping[str, object]], T]) -> T:
+        answer = self.call(worker, path, timeout_s=CONTROL_S, method="GET")
+        return _valid(answer, worker.url + path, reader)
 
     def is_healthy(self, worker: Worker, timeout_s: float | None = None) -> bool:
         """Whether the server passes a health probe."""
@@ -356,6 +367,15 @@ class ServerPool:
             self.has_weights(worker, version)
         else:
             logger.info(f"the engine {worker.url} answers, and gets requests after the next update")
+
+
+def _valid(
+    answer: Mapping[str, object], url: str, reader: Callable[[Mapping[str, object]], T]
+) -> T:
+    try:
+        return reader(answer)
+    except InvalidResponse as bad:
+        raise RequestFailed(bad.kind, f"{url}: {bad}", retryable=False) from None
 
 
 def log_tail(worker: Worker) -> str:

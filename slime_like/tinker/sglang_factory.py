@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from arguments.run_config import RunConfig
+from slime_like.engines.serving_factory import request_settings, start_servers
 from slime_like.engines.sglang.engine import SglangEngine
-from slime_like.engines.sglang.factory import request_settings, start_servers
+from slime_like.engines.sglang.factory import SglangKind
 from slime_like.megatron.init import device_of_this_process
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.sglang.server_pool import ServerPool
@@ -24,7 +25,7 @@ def make_sglang_sampler(config: RunConfig, layout: ParallelLayout) -> SglangSamp
         return snapshot_updater(pool, model, root, config.sglang.update_weight_timeout_s)
 
     pool, updater, agent = start_servers(
-        config, make_updater, device=device_of_this_process(), logs=root / "engines"
+        SglangKind(), config, make_updater, device=device_of_this_process(), logs=root / "engines"
     )
     settings = request_settings(config.sglang)
     check = config.sglang.check_weight_update_equal

@@ -9,8 +9,8 @@ from typing import NoReturn
 import torch
 
 from slime_like.errors import RunError
-from slime_like.sglang.control_answers import ServerInfo
 from slime_like.sglang.http import CONTROL_S, RequestFailed
+from slime_like.sglang.server_api import ServerCall
 from slime_like.sglang.server_pool import ServerPool, Worker
 from slime_like.weight_sync.settings import UpdateSettings
 
@@ -31,13 +31,15 @@ class Servers:
         self, pool: ServerPool, settings: UpdateSettings, hf_checkpoint: str, device: torch.device
     ) -> None:
         self.pool = pool
+        self.api = pool.api
         self.settings = settings
         self.hf_checkpoint = hf_checkpoint
         self.device = device
 
-    def call(self, worker: Worker, path: str, body: dict[str, object]) -> object:
-        """POST with the time limit of a weight bucket. Raises RequestFailed."""
-        return self.pool.call(worker, path, body, timeout_s=self.settings.timeout_s)
+    def call(self, worker: Worker, *calls: ServerCall) -> None:
+        """POST each with the time limit of a weight bucket. Raises RequestFailed."""
+        for call in calls:
+            self.pool.post(worker, call, timeout_s=self.settings.timeout_s)
 
     def on_each(
         self, workers: Sequence[Worker], call: Callable[[Worker], object], what: str
@@ -62,26 +64,30 @@ class Servers:
         return succeeded
 
     def in_session(
-        self, workers: Sequence[Worker], move: Callable[[Sequence[Worker]], None]
+        self, workers: Sequence[Worker], version: int, move: Callable[[Sequence[Worker]], None]
     ) -> None:
-        """Run `move` between begin_weight_update and end_weight_update on all servers."""
+        """Run `move` between the begin and the end of an update to `version` on all servers."""
         ready = self.on_each(workers, self.begin, "beginning a weight update")
         move(ready)
-        self.on_each([w for w in ready if w.alive], self.end, "ending a weight update")
+        self.on_each(
+            [w for w in ready if w.alive],
+            lambda worker: self.end(worker, version),
+            "ending a weight update",
+        )
 
     def begin(self, worker: Worker) -> None:
         """Begin an update session. A stale session (of another run, or from before an eviction) is
         ended first."""
         try:
-            self.pool.call(worker, "/begin_weight_update", {}, timeout_s=CONTROL_S)
+            self.pool.post(worker, self.api.begin, timeout_s=CONTROL_S)
         except RequestFailed as failure:
             if "already open" not in str(failure):
                 raise
-            self.pool.call(worker, "/end_weight_update", {}, timeout_s=CONTROL_S)
-            self.pool.call(worker, "/begin_weight_update", {}, timeout_s=CONTROL_S)
+            self.call(worker, *self.api.end(self.pool.version))
+            self.pool.post(worker, self.api.begin, timeout_s=CONTROL_S)
 
-    def end(self, worker: Worker) -> None:
-        self.call(worker, "/end_weight_update", {})
+    def end(self, worker: Worker, version: int) -> None:
+        self.call(worker, *self.api.end(version))
 
     def sizes(self, workers: Sequence[Worker]) -> list[int]:
         """Tensor-parallel size of each server. One that does not respond is evicted and ends this
@@ -97,13 +103,13 @@ class Servers:
 
     def size(self, worker: Worker) -> int:
         """Tensor-parallel size of a server. Raises RequestFailed."""
-        info = self.pool.ask(worker, "/server_info", ServerInfo, timeout_s=CONTROL_S)
-        if (info.pp_size, info.dp_size) != (1, 1):
+        sizes = self.pool.sizes(worker)
+        if (sizes.pipeline, sizes.data) != (1, 1):
             raise RunError(
                 f"the engine {worker.url} is pipeline- or data-parallel, which requires "
                 "--update-weight-transport disk"
             )
-        return info.tp_size
+        return sizes.tensor
 
     def abort_update(
         self, error: Exception, failed: Sequence[Worker], workers: Sequence[Worker]

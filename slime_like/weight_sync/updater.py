@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import torch
 
 from slime_like.errors import RunError
-from slime_like.sglang.control_answers import ModelInfo
 from slime_like.sglang.http import CONTROL_S, RequestFailed
 from slime_like.sglang.server_pool import ServerPool, Worker
 from slime_like.text import shown
@@ -86,15 +85,15 @@ class WeightUpdater:
             pool = self.servers.pool
             try:
                 self.transport.restore(worker)
-                info = pool.ask(worker, "/model_info", ModelInfo, timeout_s=CONTROL_S)
+                reported = pool.weight_version(worker)
                 # it may have been evicted while paused
-                pool.call(worker, "/continue_generation", {}, timeout_s=CONTROL_S)
+                pool.post(worker, pool.api.resume, timeout_s=CONTROL_S)
             except (RequestFailed, UpdateIncomplete, RunError) as failure:
                 logger.warning(f"the engine {worker.url} did not get the weights: {failure}")
                 return None
-            if info.weight_version != str(version):
+            if reported != str(version):
                 logger.warning(
-                    f"the engine {worker.url} reports weight version {shown(info.weight_version)} "
+                    f"the engine {worker.url} reports weight version {shown(reported)} "
                     f"after an update to {version}"
                 )
                 return None

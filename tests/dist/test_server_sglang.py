@@ -21,6 +21,7 @@ from slime_like.engines.base import GenerateRequest, SamplingParams
 from slime_like.engines.local.engine import LocalEngine
 from slime_like.engines.sglang.engine import SglangEngine
 from slime_like.errors import RunError
+from slime_like.sglang.api import SglangApi
 from slime_like.sglang.http import Deadlines, Retries
 from slime_like.sglang.requests import RequestSettings
 from slime_like.sglang.server_pool import HealthSettings, ServerPool
@@ -59,6 +60,7 @@ def sampler_of(base: str, servers: list[FakeServer]) -> SglangSampler:
         None,
         HealthSettings(0.05, 5.0, 10.0, 2),
         1.0,
+        api=SglangApi(),
     )
     pool.start()
     updater = snapshot_updater(pool, base, Path(base), 5.0)

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from slime_like.engines.base import GenerateOutput, GenerateRequest, SamplingParams
 from slime_like.engines.sglang.engine import SglangEngine
+from slime_like.sglang.api import SglangApi
 from slime_like.sglang.requests import RequestSettings
 from slime_like.sglang.router import Router
 from slime_like.sglang.server_pool import HealthSettings, ServerPool
@@ -47,7 +48,7 @@ def engine_of(
     """
     behind = None if router is None else Router(f"http://{router}", None, 5.0)
     with engine_with(
-        ServerPool(urls, [], behind, HealthSettings(interval_s=0.3), 5.0),
+        ServerPool(urls, [], behind, HealthSettings(interval_s=0.3), 5.0, api=SglangApi()),
         model,
         transport,
         **more,

@@ -13,9 +13,11 @@ import pytest
 
 from slime_like.engines.base import GenerateOutput
 from slime_like.engines.sglang.engine import SglangEngine
+from slime_like.sglang.api import SglangApi
 from slime_like.sglang.processes import ServerProcess, free_ports
-from slime_like.sglang.protocol import Legal, generation_body, read_generation
+from slime_like.sglang.protocol import generation_body, read_generation
 from slime_like.sglang.router import Router
+from slime_like.sglang.server_api import Legal
 from slime_like.sglang.server_pool import HealthSettings, ServerPool
 from tests.sglang.conftest import (
     START_S,
@@ -107,7 +109,13 @@ def test_one_that_is_added_to_the_router(demo: Path, servers: Servers) -> None:
     router.remove(late)
     router.add(first)
     pool = ServerPool(
-        [first], [], router, HealthSettings(interval_s=0.3), 5.0, joined_by_router=True
+        [first],
+        [],
+        router,
+        HealthSettings(interval_s=0.3),
+        5.0,
+        api=SglangApi(),
+        joined_by_router=True,
     )
     with engine_with(pool, model, "broadcast") as engine:
         for version in (1, 2):
@@ -144,7 +152,12 @@ def test_the_only_one_is_killed_and_started_again(demo: Path, tmp_path: Path) ->
     url = f"http://127.0.0.1:{port}"
     started = ServerProcess(server_launch(demo / "model", port, tmp_path / "server.log"))
     pool = ServerPool(
-        [], [(url, started)], None, HealthSettings(interval_s=0.5, start_s=START_S), 5.0
+        [],
+        [(url, started)],
+        None,
+        HealthSettings(interval_s=0.5, start_s=START_S),
+        5.0,
+        api=SglangApi(),
     )
     with engine_with(pool, model, "broadcast") as engine:
         for version in (1, 2):

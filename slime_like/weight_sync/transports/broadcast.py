@@ -48,14 +48,16 @@ class BroadcastTransport(WeightTransport):
             self.send(ranks.gathered(), version, workers)
         else:
             self.servers.in_session(
-                workers, lambda ready: self._broadcast_from_all(ranks, version, ready)
+                workers, version, lambda ready: self._broadcast_from_all(ranks, version, ready)
             )
 
     def send(self, weights: WeightBuckets, version: int, workers: Sequence[Worker]) -> None:
         self._copy = None  # free the old copy first: never two in memory
         copy: list[Bucket] = []
         self.servers.in_session(
-            workers, lambda ready: self._broadcast_from_rank_zero(weights, copy, version, ready)
+            workers,
+            version,
+            lambda ready: self._broadcast_from_rank_zero(weights, copy, version, ready),
         )
         self._copy = (version, copy) if self.restores else None
 
@@ -157,7 +159,7 @@ class BroadcastTransport(WeightTransport):
         except BroadcastFailed as failure:
             raise UpdateIncomplete(str(failure)) from None
         group.close()
-        self.servers.end(worker)
+        self.servers.end(worker, version)
 
     def close(self) -> None:
         for group in self._groups.values():
@@ -211,5 +213,12 @@ class BroadcastTransport(WeightTransport):
         calls = [partial(self.servers.call, worker) for worker in workers]
         device = self.servers.device
         return BroadcastGroup(
-            name, rendezvous, calls, sizes, device, sends_here=sends_here, stopped=stopped
+            name,
+            rendezvous,
+            self.servers.api,
+            calls,
+            sizes,
+            device,
+            sends_here=sends_here,
+            stopped=stopped,
         )

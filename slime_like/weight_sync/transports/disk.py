@@ -80,10 +80,4 @@ class DiskTransport(WeightTransport):
 
 def load_folder(servers: Servers, worker: Worker, folder: Path, version: int) -> None:
     """Make a server load the folder. Raises RequestFailed."""
-    body: dict[str, object] = {
-        "model_path": str(folder.absolute()),
-        "weight_version": str(version),
-        "flush_cache": True,
-        "abort_all_requests": False,
-    }
-    servers.call(worker, "/update_weights_from_disk", body)
+    servers.call(worker, *servers.api.load_folder(folder.absolute(), version))

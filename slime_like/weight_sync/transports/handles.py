@@ -11,7 +11,7 @@ import subprocess
 import torch
 
 from slime_like.distributed.collectives import gather, is_rank_zero
-from slime_like.weight_sync.transports.tensor import tensor_update
+from slime_like.sglang.tensor_bucket import tensor_update
 from slime_like.weights.buckets import in_buckets
 
 logger = logging.getLogger(__name__)

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from slime_like.sglang.http import RequestFailed
 from slime_like.sglang.nodes import address_towards
+from slime_like.sglang.server_api import JoinGroup, ServerApi, ServerCall
 from slime_like.weights.export_plan import TensorPlan
 
-Call = Callable[[str, dict[str, object]], object]  # (path, body) -> response of one server
+Call = Callable[[ServerCall], object]  # makes a call to one server
 # a server rejects a bucket at once; if it accepts, it responds only after the broadcast
 REFUSAL_S = 0.05
 POLL_S = 0.002
@@ -122,6 +123,7 @@ class BroadcastGroup:
     servers. The sender is rank 0 of the group; the ranks of server i follow those of server i - 1.
 
     Args:
+        api: Of the servers.
         calls: Client of each server.
         sizes: Ranks of each server.
         sends_here: This process is the sender.
@@ -135,6 +137,7 @@ class BroadcastGroup:
         self,
         name: str,
         rendezvous: GroupRendezvous,
+        api: ServerApi,
         calls: Sequence[Call],
         sizes: Sequence[int],
         device: torch.device,
@@ -143,6 +146,7 @@ class BroadcastGroup:
         stopped: Callable[[], None] = lambda: None,
     ) -> None:
         self._name = name
+        self._api = api
         self._calls = list(calls)
         self._device = device
         self._timeout_s = rendezvous.timeout_s
@@ -155,17 +159,11 @@ class BroadcastGroup:
         world = 1 + sum(sizes)
         backend = backend_of(device)
         where = f"joining the group at {rendezvous.address}:{rendezvous.port}"
-        common = {
-            "master_address": rendezvous.address,
-            "master_port": rendezvous.port,
-            "world_size": world,
-            "group_name": name,
-            "backend": backend,
-        }
         answers = []
         for i, call in enumerate(self._calls):
-            body = common | {"rank_offset": 1 + sum(sizes[:i])}
-            answers.append(self._threads.submit(call, "/init_weights_update_group", body))
+            first = 1 + sum(sizes[:i])
+            group = JoinGroup(name, rendezvous.address, rendezvous.port, first, world, backend)
+            answers.append(self._threads.submit(call, api.join(group)))
         if sends_here:
             joined = self._threads.submit(
                 lambda: Member(name, rendezvous.connect(), world, backend, self._timeout_s)
@@ -197,21 +195,9 @@ class BroadcastGroup:
             stopped: See the class.
         """
         self._stopped = stopped
-        body: dict[str, object] = {
-            "names": [t.name for t in tensors],
-            "dtypes": [str(t.dtype).removeprefix("torch.") for t in tensors],
-            "shapes": [list(t.shape) for t in tensors],
-            "group_name": self._name,
-            "load_format": "flattened_bucket",
-            "flush_cache": is_last,
-        }
-        if is_last:
-            body["weight_version"] = str(version)
+        receive = self._api.receive(self._name, tensors, version, is_last=is_last)
         deadline = time.monotonic() + self._timeout_s
-        answers = [
-            self._threads.submit(call, "/update_weights_from_distributed", body)
-            for call in self._calls
-        ]
+        answers = [self._threads.submit(call, receive) for call in self._calls]
         what = "a bucket of weights"
         if self._member is None:
             self._wait(lambda: all(answer.done() for answer in answers), answers, what)
@@ -239,10 +225,8 @@ class BroadcastGroup:
 
     def close(self) -> None:
         """Leave the group on both sides, as far as the servers respond."""
-        left = [
-            self._threads.submit(call, "/destroy_weights_update_group", {"group_name": self._name})
-            for call in self._calls
-        ]
+        leave = self._api.leave(self._name)
+        left = [self._threads.submit(call, leave) for call in self._calls]
         for answer in left:
             with contextlib.suppress(RequestFailed, TimeoutError):
                 answer.result(timeout=5)

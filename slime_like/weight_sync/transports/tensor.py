@@ -1,32 +1,19 @@
-"""Tensor and CUDA IPC transports: weights inside requests to SGLang's `update_weights_from_tensor`
-with load format "flattened_bucket".
+"""Tensor and CUDA IPC transports: weights inside requests, as bytes or as handles of GPU memory.
 
-The request contains a pickle, which SGLang loads with an allow-list (`SafeUnpickler` in 0.5.23).
-Metadata are plain namespaces, which are on that list, so the trainer does not need SGLang. The data
-is one of:
-
-- on a GPU, a CUDA IPC handle made by torch's reductions (--update-weight-transport cuda_ipc). The
-  server must see that GPU under the same index. Handles are reference-counted, so every rank of a
-  server gets its own. torch keeps the memory of a bucket until every server has closed it, and a
-  server closes it once its stream has read it; in addition a bucket stays referenced here until
-  every server has answered the next one (so has left the code that read it), and the last until
-  the update has ended. Nothing is collected before that: two buckets at a time. Not covered on a
-  GPU, which our tests do not have;
+- on a GPU, a CUDA IPC handle (--update-weight-transport cuda_ipc). torch keeps the memory of a
+  bucket until every server has closed it, and a server closes it once its stream has read it; in
+  addition a bucket stays referenced here until every server has answered the next one (so has left
+  the code that read it), and the last until the update has ended. Nothing is collected before that:
+  two buckets at a time. Not covered on a GPU, which our tests do not have;
 - on a CPU, the bytes themselves (--update-weight-transport tensor). Shared memory would require
   common keys, or a helper process that outlives both.
 """
 
 from __future__ import annotations
 
-import base64
-import io
-import pickle
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from multiprocessing.reduction import ForkingPickler
-from types import SimpleNamespace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,6 +21,7 @@ from torch import Tensor
 
 from slime_like.distributed.collectives import gather
 from slime_like.sglang.http import ControlClient, RequestFailed
+from slime_like.sglang.server_api import ServerApi
 from slime_like.sglang.server_pool import Worker
 from slime_like.weight_sync.senders import SendingRanks
 from slime_like.weight_sync.transports.base import WeightTransport
@@ -51,6 +39,7 @@ class NodeOrder:
     as_handles: bool  # CUDA IPC handles instead of bytes
     connect_s: float
     timeout_s: float
+    api: ServerApi
 
     def assist(self, weights: WeightStream) -> None:
         self.execute(weights)
@@ -99,9 +88,8 @@ class NodeOrder:
 
         def post(url: str) -> str | None:
             try:
-                body = tensor_update(bucket, flat, self.version, targets[url])
-                path = f"{url}/update_weights_from_tensor"
-                control.call(path, body, timeout_s=self.timeout_s)
+                call = self.api.bucket(bucket, flat, self.version, targets[url])
+                control.call(url + call.path, call.body, timeout_s=self.timeout_s)
             except (RequestFailed, RuntimeError) as error:
                 return str(error)
             return None
@@ -122,7 +110,9 @@ class TensorTransport(WeightTransport):
             return order.execute(ranks.order(order))
 
         if ranks.multiple_senders and any(sender_of(worker) for worker in workers):
-            self.servers.in_session(workers, lambda ready: self._move(move, version, ready))
+            self.servers.in_session(
+                workers, version, lambda ready: self._move(move, version, ready)
+            )
         else:
             self.send(ranks.gathered(), version, workers)
 
@@ -133,7 +123,7 @@ class TensorTransport(WeightTransport):
                 every_server.update(targets)
             return order.send(weights, every_server)
 
-        self.servers.in_session(workers, lambda ready: self._move(move, version, ready))
+        self.servers.in_session(workers, version, lambda ready: self._move(move, version, ready))
 
     def _move(
         self, move: Callable[[NodeOrder], dict[str, str]], version: int, workers: Sequence[Worker]
@@ -142,7 +132,7 @@ class TensorTransport(WeightTransport):
         for worker, size in zip(workers, self.servers.sizes(workers), strict=True):
             targets.setdefault(sender_of(worker), {})[worker.url] = size
         limits = self.servers.pool.connect_s, self.servers.settings.timeout_s
-        failed = move(NodeOrder(targets, version, self.as_handles, *limits))
+        failed = move(NodeOrder(targets, version, self.as_handles, *limits, self.servers.api))
         for worker in workers:
             if worker.url in failed:
                 self.servers.pool.evict(worker, f"a bucket of weights: {failed[worker.url]}")
@@ -159,47 +149,3 @@ class CudaIpcTransport(TensorTransport):
 def sender_of(worker: Worker) -> int:
     """The rank that sends weights to this server: one on its node if the run started it."""
     return 0 if worker.process is None else worker.process.sender
-
-
-def tensor_update(bucket: Bucket, flat: Tensor, version: int, ranks: int) -> dict[str, Any]:
-    """The request body of one bucket.
-
-    Args:
-        flat: Its bytes; on a GPU they must stay alive, see the module docstring.
-        ranks: Server ranks, each of which opens its own entry.
-    """
-    metadata: list[SimpleNamespace] = []
-    start = 0
-    for tensor in bucket.tensors:
-        end = start + tensor.nbytes
-        numel = tensor.nbytes
-        entry = SimpleNamespace(name=tensor.name, shape=tensor.shape, dtype=tensor.dtype)
-        entry.start_idx = start
-        entry.end_idx = end
-        entry.numel = numel
-        metadata.append(entry)
-        start = end
-    content = {"flattened_tensor": flat, "metadata": metadata}
-    if goes_as_handle(flat):
-        entries = [_pickled(content, ForkingPickler) for _ in range(ranks)]
-    else:
-        entries = [_pickled(content, pickle.Pickler)] * ranks
-    body: dict[str, Any] = {
-        "serialized_named_tensors": entries,
-        "load_format": "flattened_bucket",
-        "flush_cache": bucket.is_last,
-    }
-    if bucket.is_last:
-        body["weight_version"] = str(version)
-    return body
-
-
-def goes_as_handle(flat: Tensor) -> bool:
-    """Whether other processes can open this memory."""
-    return flat.is_cuda
-
-
-def _pickled(content: dict[str, object], pickler: type[pickle.Pickler]) -> str:
-    buffer = io.BytesIO()
-    pickler(buffer).dump(content)
-    return base64.b64encode(buffer.getvalue()).decode()

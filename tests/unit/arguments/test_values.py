@@ -196,7 +196,7 @@ def test_known_flags_of_peers_are_refused_by_name(typed: str) -> None:
 @pytest.mark.parametrize(
     ("dest", "flag", "value"),
     [("rm_type", "--rm-type", "random"),
-     ("optimizer", "--optimizer", "dist_muon"), ("rollout_engine", "--rollout-engine", "vllm")],
+     ("optimizer", "--optimizer", "dist_muon")],
 )  # fmt: skip
 def test_known_values_of_peers_are_refused_by_name(dest: str, flag: str, value: str) -> None:
     given = read(flag, value)

@@ -24,6 +24,7 @@ from slime_like.engines.local.engine import LocalEngine
 from slime_like.engines.sglang.engine import SglangEngine
 from slime_like.errors import RunError
 from slime_like.sglang import requests, server_pool
+from slime_like.sglang.api import SglangApi
 from slime_like.sglang.http import ControlClient, RequestFailed
 from slime_like.sglang.router import Router
 from slime_like.sglang.server_pool import HealthSettings, ServerPool
@@ -64,7 +65,8 @@ def test_servers_that_start_slowly_are_reported(
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))  # nobody listens: connections are refused
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        pool = ServerPool([url], [], None, HealthSettings(start_s=1.5, timeout_s=0.5), 1.0)
+        health = HealthSettings(start_s=1.5, timeout_s=0.5)
+        pool = ServerPool([url], [], None, health, 1.0, api=SglangApi())
         with caplog.at_level("INFO"), pytest.raises(RunError, match="no answer from the engines"):
             pool.start()
         pool.close()

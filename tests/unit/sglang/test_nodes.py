@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from slime_like.distributed.signed_store import SignedStore
 from slime_like.errors import RunError
+from slime_like.sglang.api import SglangApi
 from slime_like.sglang.node_agent import NodeAgent, RemoteNode, RemoteProcess
 from slime_like.sglang.nodes import Node, place_servers
 from slime_like.sglang.processes import Launch, ServerProcess, SpanningProcess
@@ -148,5 +149,5 @@ def test_what_others_write_is_not_started(store: dist.Store, tmp_path: Path) -> 
 def test_a_fleet_that_is_closed_ends_what_was_started_for_it(tmp_path: Path) -> None:
     alone, *parts = [ServerProcess(program(tmp_path, "time.sleep(1000)")) for _ in range(3)]
     processes = [("http://a", alone), ("http://b", SpanningProcess(parts))]
-    ServerPool([], processes, None, HealthSettings(), 1.0).close()
+    ServerPool([], processes, None, HealthSettings(), 1.0, api=SglangApi()).close()
     assert None not in [process.exit_status for process in (alone, *parts)]

@@ -18,7 +18,7 @@ from slime_like.checked_json import InvalidResponse
 from slime_like.engines.base import GenerateOutput, GenerateRequest, SamplingParams
 from slime_like.engines.local.engine import LocalEngine
 from slime_like.engines.sglang.engine import SglangEngine
-from slime_like.engines.sglang.factory import require_routed_experts, served_model
+from slime_like.engines.sglang.factory import SglangKind, require_routed_experts
 from slime_like.errors import RunError
 from slime_like.sglang.launches import engine_launches
 from slime_like.sglang.nodes import find_nodes
@@ -106,9 +106,8 @@ def test_servers_that_are_started_report_routes(tmp_path: Path) -> None:
     cpu = torch.device("cpu")
     for wanted in (False, True):
         asked = replace(config, rollout=replace(config.rollout, use_rollout_routing_replay=wanted))
-        servers = engine_launches(
-            asked.sglang, served_model(asked), find_nodes(2, cpu), device=cpu, logs=tmp_path
-        )
+        program = SglangKind().program(asked, cpu)
+        servers = engine_launches(asked.sglang, program, find_nodes(2, cpu), logs=tmp_path)
         tells = ["--enable-return-routed-experts" in part.launch.command for (part,) in servers]
         assert tells == [wanted] * 2
 

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from slime_like.weight_sync.transports import tensor as transport
+from slime_like.sglang import tensor_bucket
+from slime_like.sglang.api import SglangApi
 from slime_like.weight_sync.transports.tensor import NodeOrder
 from slime_like.weights.buckets import Bucket, in_buckets
 
@@ -81,7 +82,7 @@ def shared_by_name(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Host memory goes as a handle."""
     before = torch.multiprocessing.get_sharing_strategy()
     torch.multiprocessing.set_sharing_strategy("file_system")
-    monkeypatch.setattr(transport, "goes_as_handle", lambda flat: True)
+    monkeypatch.setattr(tensor_bucket, "goes_as_handle", lambda flat: True)
     yield
     torch.multiprocessing.set_sharing_strategy(before)
 
@@ -97,7 +98,7 @@ def server(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 def send(server: subprocess.Popen[str], watched: Watched) -> dict[str, str]:
     assert server.stdout is not None
     url = f"http://127.0.0.1:{int(server.stdout.readline())}"
-    order = NodeOrder({0: {}}, 1, as_handles=True, connect_s=5.0, timeout_s=20.0)
+    order = NodeOrder({0: {}}, 1, as_handles=True, connect_s=5.0, timeout_s=20.0, api=SglangApi())
     return order.send(watched, {url: 1})  # type: ignore[arg-type]
 
 

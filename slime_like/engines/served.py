@@ -1,0 +1,298 @@
+"""Servers as a rollout engine. Rank 0 sends all requests; all ranks take part in weight sync."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+
+from torch import Tensor
+
+from slime_like.checked_json import InvalidResponse
+from slime_like.distributed.collectives import from_rank_zero, share
+from slime_like.engines.base import GenerateOutput, GenerateRequest, RolloutEngine, SamplingParams
+from slime_like.errors import RunError
+from slime_like.sglang.control_plane import (
+    ColocatedMemory,
+    call_servers,
+    check_equal_weights,
+    check_versions,
+)
+from slime_like.sglang.http import RequestFailed, async_client, post_once
+from slime_like.sglang.node_agent import NodeAgent
+from slime_like.sglang.requests import POLL_S, RequestSettings, ServerRequests
+from slime_like.sglang.routed_experts import RoutesFormat
+from slime_like.sglang.server_api import Legal, RefusedByServer, ServerCall
+from slime_like.sglang.server_pool import ServerPool, Worker
+from slime_like.sglang.weight_spec import compare_with_checkpoint, vocabulary_size
+from slime_like.weight_sync.senders import SendingRanks
+from slime_like.weight_sync.servers import UpdateIncomplete
+from slime_like.weight_sync.transports.broadcast_ranks import leave_group
+from slime_like.weight_sync.updater import WeightUpdater
+from slime_like.weights.export_plan import DEFAULT_BUCKET_BYTES
+
+logger = logging.getLogger(__name__)
+
+
+class ServedEngine(RolloutEngine):
+    """`RolloutEngine` over HTTP.
+
+    Args:
+        pool, updater: On rank 0, None elsewhere.
+        routed_experts: Format of routed experts, None for a dense model.
+        agent: On the first rank of every other node, the agent of its servers.
+    """
+
+    def __init__(
+        self,
+        pool: ServerPool | None,
+        updater: WeightUpdater | None,
+        requests: RequestSettings,
+        hf_checkpoint: str,
+        *,
+        check_updates: bool,
+        colocated: bool = False,
+        routed_experts: RoutesFormat | None = None,
+        agent: NodeAgent | None = None,
+    ) -> None:
+        self.serves_all_ranks = self.is_remote = True
+        self.pool = pool
+        self._updater = updater
+        self._agent = agent
+        self._bucket_bytes = DEFAULT_BUCKET_BYTES
+        if updater is not None:
+            self._bucket_bytes = updater.servers.settings.buffer_bytes
+        self._hf_checkpoint = hf_checkpoint
+        self._check_updates = check_updates
+        self._memory = ColocatedMemory(pool) if colocated else None
+        self._settings = requests
+        self._vocab_size = vocabulary_size(hf_checkpoint)
+        self._requests: ServerRequests | None = None
+        if pool is not None:
+            self._requests = ServerRequests(pool, requests, self._vocab_size, routed_experts)
+        self._paused = False
+        self._metrics: dict[str, float] = {}
+
+    # --- requests
+
+    async def generate_one(
+        self, request: GenerateRequest, sampling: SamplingParams
+    ) -> GenerateOutput:
+        requests = self._rank_zero_requests()
+        if self.weight_version < 0 and not requests.updating:
+            raise RuntimeError(
+                "the engines have no complete weights: the first or latest update_weights did not "
+                "succeed"
+            )
+        return await requests.generate_one(request, sampling)
+
+    async def abort(self, sample_ids: Collection[int] | None = None) -> None:
+        if self._requests is not None:
+            await self._requests.abort(sample_ids)
+
+    async def leave_loop(self) -> None:
+        if self._requests is not None:
+            await self._requests.leave_loop()
+
+    def _rank_zero_requests(self) -> ServerRequests:
+        assert self._requests is not None, "only rank 0 sends requests"
+        return self._requests
+
+    # --- weights
+
+    def pause(self) -> None:
+        """Pause generation. Requests stay on the servers: their KV cache is recomputed with the new
+        weights after `resume`."""
+        self._paused = True
+        self._pause_servers()
+
+    def resume(self) -> None:
+        self._paused = False
+        self._resume_servers()
+
+    def update_weights(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
+        """See `RolloutEngine`. A server that fails during the update is evicted, and
+        `weight_version` is then -1: call again for the others. Raises RunError if none is left, or
+        if names or shapes differ from --hf-checkpoint."""
+        if self._requests is not None:  # set first, so that new requests wait instead of failing
+            self._requests.updating = True
+            self._requests.bypasses_router = False
+            self._requests.sent.append(version)
+        self.weight_version = -1
+        done = False
+        error: Exception | None = None
+        if self._memory is not None:
+            self._memory.resume()
+        ranks = SendingRanks(weights, self._bucket_bytes)
+        if self.pool is None:
+            ranks.assist()
+        else:
+            try:
+                done = self._update(ranks, version)
+            except (RunError, ValueError, OSError) as caught:
+                error = caught if isinstance(caught, RunError) else RunError(str(caught))
+            ranks.finish()
+        try:
+            done = share(done, error)
+        except RunError:
+            self._end_update()
+            raise
+        if done:  # otherwise there will be another attempt
+            self.weight_version = version
+            self._end_update()
+
+    def _end_update(self) -> None:
+        if self._requests is not None:
+            self._requests.updating = False
+
+    def _update(self, ranks: SendingRanks, version: int) -> bool:
+        assert self.pool is not None and self._updater is not None
+        with self.pool.lock:
+            for worker in self.pool.workers:
+                worker.version = None
+        self._pause_servers()
+        first = not self._metrics
+        if first and self._check_updates:
+            self._call_all(self.pool.api.noise)
+        try:
+            sent = self._updater.update(ranks, version)
+        except UpdateIncomplete as incomplete:
+            logger.warning(f"weights of version {version} did not reach every engine: {incomplete}")
+            # servers stay paused until the next attempt: none may generate with partial weights
+            return False
+        compare_with_checkpoint(sent.shapes, self._hf_checkpoint)
+        workers = check_versions(self.pool, sent.workers, version)
+        if first or self._check_updates:
+            check_equal_weights(self.pool, workers)
+        if not self._paused:  # otherwise the caller resumes
+            self._resume_servers()
+        self.pool.version = version
+        for worker in workers:
+            self.pool.has_weights(worker, version)
+        self._metrics |= {
+            "engine/weight_update_gb": sent.nbytes / 1e9,
+            "engine/weight_update_gb_per_s": sent.nbytes / 1e9 / sent.seconds,
+        }
+        self._metrics["engine/weight_update_s"] = sent.seconds
+        return True
+
+    def _pause_servers(self) -> None:
+        if self.pool is not None:
+            self._call_all(self.pool.api.pause)
+
+    def _resume_servers(self) -> None:
+        if self.pool is not None:
+            self._call_all(self.pool.api.resume)
+
+    def _call_all(self, call: ServerCall) -> None:
+        assert self.pool is not None
+        call_servers(self.pool, self.pool.alive(), call)
+
+    def probe(
+        self, requests: Sequence[GenerateRequest], sampling: SamplingParams
+    ) -> list[tuple[str, list[GenerateOutput]]]:
+        """See `RolloutEngine`. A server lost during the probe is evicted with a warning; RunError
+        if none responds and none restarts."""
+        assert self.pool is not None
+        workers = self.pool.ready()
+        api = self.pool.api
+        legal = Legal(self._vocab_size, {self.pool.version})
+
+        async def probe_all() -> list[list[GenerateOutput | BaseException]]:
+            async with async_client(len(requests)) as client:
+
+                async def generate(worker: Worker, request: GenerateRequest) -> GenerateOutput:
+                    rid = self._rank_zero_requests().new_id("probe")
+                    body = api.generation_body(request, sampling, rid, self._settings.images)
+                    url = worker.url + api.generate_path
+                    limit = api.max_response_bytes(request, sampling)
+                    answer = await post_once(client, url, body, self._settings.deadlines, limit)
+                    return api.read_generation(answer, request, sampling, rid, legal)
+
+                outputs = []
+                for worker in workers:
+                    calls = [generate(worker, request) for request in requests]
+                    outputs.append(await asyncio.gather(*calls, return_exceptions=True))
+                return outputs
+
+        results = []
+        for worker, outputs in zip(workers, asyncio.run(probe_all()), strict=True):
+            failures = [output for output in outputs if isinstance(output, BaseException)]
+            if not failures:
+                succeeded = [output for output in outputs if isinstance(output, GenerateOutput)]
+                results.append((worker.url, succeeded))
+            elif isinstance(failures[0], RequestFailed):
+                self.pool.evict(worker, f"no answer after a weight update: {failures[0]}")
+            elif isinstance(failures[0], InvalidResponse | RefusedByServer):
+                raise RunError(
+                    f"the engine {worker.url} gives a wrong answer after a weight update: "
+                    f"{failures[0]}"
+                )
+            else:
+                raise failures[0]
+        if not results and not self.pool.can_restart_any():
+            raise RunError("no engine answers after a weight update; see the warnings above")
+        return results
+
+    def release_memory(self) -> None:
+        """Before training, servers release weights and KV cache on GPUs that they share with the
+        trainer, until the next update."""
+        if self._memory is not None:
+            self._memory.release()
+            self.weight_version = -1
+
+    # --- health
+
+    def check_health(self) -> None:
+        """Collective. Sets `weight_version` to -1 if a healthy server lacks the current weights.
+        Raises RunError if no server responds and none can recover in time."""
+        if from_rank_zero(self._is_stale):
+            self.weight_version = -1
+
+    def _is_stale(self) -> bool:
+        """On rank 0, wait for a healthy server; returns whether any lacks the current weights.
+        Raises RunError if none responds in time."""
+        if self.pool is None:
+            return False
+        deadline = time.monotonic() + self.pool.health.start_s
+        while (
+            not self.pool.alive()
+            and any(w.process is not None or w.returning for w in self.pool.workers)
+            and time.monotonic() < deadline
+        ):
+            time.sleep(POLL_S)
+        alive = self.pool.alive()
+        if not alive:
+            raise RunError(
+                f"no engine answers any more: {', '.join(w.url for w in self.pool.workers)}"
+            )
+        return any(worker.version != self.weight_version for worker in alive)
+
+    def take_metrics(self) -> dict[str, float]:
+        """On rank 0, request counts by outcome since the last call, and metrics of the latest
+        weight update."""
+        metrics = dict(self._metrics)
+        if self.pool is None or self._requests is None:
+            return metrics
+        counts = self._requests.counts
+        self._requests.counts = Counter()
+        metrics |= {f"engine/{name}": float(value) for name, value in counts.items()}
+        for name in ("retries", "dropped", "rejected"):
+            metrics.setdefault(f"engine/{name}", 0.0)
+        metrics["engine/ready"] = float(len(self.pool.ready()))
+        metrics["engine/evictions"] = float(self.pool.evictions)
+        return metrics
+
+    def close(self) -> None:
+        leave_group()  # leave the process groups in which this rank sent weights
+        if self._updater is not None:
+            self._updater.close()
+            self._updater = None
+        if self.pool is not None:
+            self.pool.close()
+            self.pool = self._requests = None
+        if self._agent is not None:
+            self._agent.close()
+            self._agent = None
