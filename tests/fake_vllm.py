@@ -6,6 +6,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -72,9 +73,7 @@ class FakeVllm(FakeServer):
             self._call(handler, body["method"].removeprefix("slime_like_"), body.get("kwargs", {}))
         elif path == "/abort_requests":
             for rid in body["request_ids"]:
-                slow = self._slow.get(rid.removeprefix(PREFIX))
-                if slow is not None:
-                    slow.set()
+                self._slow.setdefault(rid.removeprefix(PREFIX), threading.Event()).set()
             handler.reply(200, b'{"status": "aborted"}')
         elif path in ("/pause", "/resume"):
             self.paused = path == "/pause"
