@@ -44,6 +44,8 @@ FOREIGN = {
     "examples/tinker": "--model --base-url --demo --learning-rate --log-path --start-from --stop-after",
     "of a user's module": "--my-weight --spo-eps",
     "passed on to SGLang": "--sglang-mem-fraction-static --sglang-enable-deterministic-inference",
+    "vllm serve": "--logprobs-mode --worker-extension-cls --enable-scale-out --max-model-len",
+    "passed on to vLLM": "--vllm-gpu-memory-utilization",
 }
 OTHERS = {flag for flags in FOREIGN.values() for flag in flags.split()}
 WRONG_ON_PURPOSE = {"--polcy-loss-type"}

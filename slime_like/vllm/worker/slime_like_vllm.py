@@ -36,7 +36,9 @@ class WeightUpdates:
 
         if getattr(self, "_slime_like_open", False):
             self.slime_like_end()
-        initialize_layerwise_reload(self.model_runner.get_model())
+        model = self.model_runner.get_model()
+        initialize_layerwise_reload(model)
+        self._slime_like_kernels = _without_cpu_expert_kernels(model)
         self._slime_like_open = True
 
     def slime_like_end(self) -> None:
@@ -47,6 +49,9 @@ class WeightUpdates:
         model = self.model_runner.get_model()
         with self._slime_like_config():
             finalize_layerwise_reload(model, self.vllm_config.model_config)
+            for method, kernel in self._slime_like_kernels:
+                if method.moe_kernel is None:  # its layer got no weights
+                    method.moe_kernel = kernel
             for layer in model.modules():
                 # An output layer tied to the embedding has no weights of its own to load, so vLLM
                 # does not process it again; on a CPU it computes with a packed copy.
@@ -126,6 +131,22 @@ class WeightUpdates:
         if not hasattr(self, "_slime_like_joined"):
             self._slime_like_joined: dict[str, Any] = {}
         return self._slime_like_joined
+
+
+def _without_cpu_expert_kernels(model: Any) -> list[tuple[Any, Any]]:
+    """Takes the kernels of experts on a CPU away, for the end of an update to make them again:
+    vLLM packs the weights of experts only where it makes the kernel, and keeps one that it has
+    (`UnquantizedFusedMoEMethod._setup_kernel`), so an update would leave them unpacked. Returns
+    (method, kernel) of each layer."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return []
+    methods = [getattr(layer, "quant_method", None) for layer in model.modules()]
+    kernels = [(m, m.moe_kernel) for m in methods if getattr(m, "moe_kernel", None) is not None]
+    for method, _ in kernels:
+        method.moe_kernel = None
+    return kernels
 
 
 def _nbytes(dtype: str, shape: list[int]) -> int:
