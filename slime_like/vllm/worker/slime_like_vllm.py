@@ -4,7 +4,7 @@ vLLM imports this file in its own environment, with this folder on PYTHONPATH, s
 what vLLM has. A trainer calls the methods over /collective_rpc, which runs them on every rank of a
 server. Between `slime_like_begin` and `slime_like_end` weights arrive in buckets, as names, dtypes,
 shapes and bytes one after the other; vLLM loads them layer by layer into the tensors that it
-computes with (`initialize_layerwise_reload`, vLLM 0.32: `model.load_weights` alone would not reach
+computes with (`initialize_layerwise_reload`, vLLM 0.32: loading them alone would not reach
 weights that a kernel has packed, as those of linear layers on a CPU).
 """
 
