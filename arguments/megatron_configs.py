@@ -221,6 +221,8 @@ def transformer_config_type(values: Mapping[str, object]) -> type[TransformerCon
     """The config class with the fields that the network described by `values` needs."""
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
+    if values.get("stream_rank"):
+        return _gated_streams_config()
     if values.get("residual_streams"):
         return _streams_config()
     if values.get("linear_decay_per_channel"):
@@ -304,6 +306,26 @@ def _streams_config() -> type[TransformerConfig]:
         latent_norm_epsilon: float = 1e-6  # of latent attention's norms
 
     return StreamsConfig
+
+
+@functools.cache
+def _gated_streams_config() -> type[TransformerConfig]:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    @dataclasses.dataclass
+    class GatedStreamsConfig(TransformerConfig):
+        """TransformerConfig with fields for slime_like/megatron/model/gated_streams.py; those of
+        the indexer are as in SparseConfig."""
+
+        residual_streams: int = 4
+        stream_rank: int = 320  # of the gates
+        index_topk: int = 2048
+        index_n_heads: int = 8
+        index_head_dim: int = 128
+        index_pool: int = 16
+        index_shared: list[int] | None = None  # of no layer
+
+    return GatedStreamsConfig
 
 
 @functools.cache

@@ -125,14 +125,6 @@ UNSUPPORTED: Mapping[str, tuple[str, str]] = {
         "Glm5NextForConditionalGeneration",
     ),
     **dict.fromkeys(
-        ("Qwen4ExpForCausalLM", "Qwen4ExpForConditionalGeneration"),
-        (
-            "gated residual streams, grouped-query attention to pooled keys (QSA) and a memory of "
-            "n-grams (PLE)",
-            "Qwen3_5MoeForConditionalGeneration",
-        ),
-    ),
-    **dict.fromkeys(
         (
             "MambaForCausalLM",
             "Mamba2ForCausalLM",

@@ -19,6 +19,7 @@ from slime_like.preflight.shape import (
     delta_matrices,
     head_matrices,
     latent_matrices,
+    mixer_matrices,
     stream_matrices,
 )
 
@@ -96,7 +97,7 @@ def forward_flops(config: TransformerConfig, gpt: GPTModelConfig) -> ForwardFlop
         own = gated * ((latent or hidden) * inner + hidden * shared)
         weights += sparse * (own + gate + hidden * experts + 2 * hidden * latent)
     if hasattr(config, "residual_streams"):
-        weights += config.num_layers * stream_matrices(config)
+        weights += config.num_layers * stream_matrices(config) + mixer_matrices(config)
         mixing += config.num_layers * _streams(config)
     # sparse attention, in which a token attends to at most this many tokens
     chosen = getattr(config, "index_topk", 0)
@@ -138,9 +139,10 @@ def _delta_rule(config: TransformerConfig) -> float:
 
 def _streams(config: TransformerConfig) -> float:
     """FLOPs per token to read, mix and write the residual streams of a layer, twice (arXiv
-    2512.24880)."""
+    2512.24880). Gated ones are not mixed."""
     streams = config.residual_streams
-    return float(2 * 2 * (2 * streams + streams * streams) * config.hidden_size)
+    mixed = 0 if hasattr(config, "stream_rank") else streams * streams
+    return float(2 * 2 * (2 * streams + mixed) * config.hidden_size)
 
 
 def peak_tflops(device: str) -> float | None:

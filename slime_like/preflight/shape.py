@@ -65,7 +65,8 @@ def shape_of(config: TransformerConfig, gpt: GPTModelConfig) -> ModelShape:
     norm = hidden * (2 if config.normalization == "LayerNorm" else 1)
     bias = config.add_bias_linear
     further = ("post_self_attn_layernorm", "post_mlp_layernorm")  # norms of `LayerConfig`
-    norms = 0 if getattr(config, "without_pre_norms", False) else 2
+    gated_streams = hasattr(config, "stream_rank")  # they have the norms
+    norms = 0 if gated_streams or getattr(config, "without_pre_norms", False) else 2
     norms += sum(bool(getattr(config, name, False)) for name in further)
     blocks = getattr(config, "block_pattern", "")
     norm_of_mlp = 0  # counted with attention
@@ -97,7 +98,7 @@ def shape_of(config: TransformerConfig, gpt: GPTModelConfig) -> ModelShape:
         topk=config.moe_router_topk if experts else 0,
         experts=tuple(moe_layers(config.moe_layer_freq if experts else None, config.num_layers)),
         tied=not gpt.untie_embeddings_and_output_weights,
-        hidden=norm,
+        hidden=_final_mixer(config) if gated_streams else norm,
         delta=around + _delta_net(config),
         delta_nets=sum(config.linear_attention_freq or []),
         only_mlp=blocks.count("-") + blocks.count("E"),
@@ -107,16 +108,34 @@ def shape_of(config: TransformerConfig, gpt: GPTModelConfig) -> ModelShape:
 
 
 def stream_matrices(config: TransformerConfig) -> int:
-    """Weights of the projections of a layer's two hyper-connections (arXiv 2512.24880)."""
-    streams = getattr(config, "residual_streams", 0)
-    return int(2 * (2 + streams) * streams * streams * config.hidden_size)
+    """Weights of the projections of a layer's two hyper-connections (arXiv 2512.24880), or of two
+    gated ones."""
+    streams = config.residual_streams
+    columns = streams * config.hidden_size
+    if hasattr(config, "stream_rank"):
+        return int(2 * (2 * config.stream_rank + streams) * columns)
+    return int(2 * (2 + streams) * streams * columns)
+
+
+def mixer_matrices(config: TransformerConfig) -> int:
+    """The same of what reads gated streams at the end."""
+    if not hasattr(config, "stream_rank"):
+        return 0
+    return int(2 * config.stream_rank * config.residual_streams * config.hidden_size)
 
 
 def _hyper_connections(config: TransformerConfig) -> int:
-    """A layer's two hyper-connections: their projections, biases and three scales."""
+    """A layer's two hyper-connections: their projections, and biases and three scales, or norms of
+    all streams."""
     if not (streams := getattr(config, "residual_streams", 0)):
         return 0
-    return stream_matrices(config) + 2 * ((2 + streams) * streams + 3)
+    gated = hasattr(config, "stream_rank")
+    own = streams * config.hidden_size if gated else (2 + streams) * streams + 3
+    return int(stream_matrices(config) + 2 * own)
+
+
+def _final_mixer(config: TransformerConfig) -> int:
+    return int(mixer_matrices(config) + config.residual_streams * config.hidden_size)
 
 
 def _head_widths(config: TransformerConfig) -> tuple[int, int]:

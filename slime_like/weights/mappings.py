@@ -53,7 +53,9 @@ class Sizes:
     index_heads: int = 0
     index_dim: int = 0
     index_pool: int = 0  # number of keys that it selects as one
-    streams: int = 0  # of the residual, with hyper-connections
+    # residual streams of hyper-connections, and the rank of the gates of gated ones
+    streams: int = 0
+    stream_rank: int = 0
 
     @property
     def expert_hidden(self) -> int:
@@ -86,6 +88,10 @@ class Sizes:
     @property
     def index_query(self) -> int:
         return self.index_heads * self.index_dim
+
+    @property
+    def index_query_key(self) -> int:
+        return (self.index_heads + 1) * self.index_dim
 
     @property
     def stream_channels(self) -> int:

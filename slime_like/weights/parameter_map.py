@@ -73,6 +73,7 @@ _QUERY_LATENT = tuple(
 # optional in some families
 _QKV_BIAS = f"{ATTENTION}.linear_qkv.bias"
 _QK_NORMS = (f"{ATTENTION}.q_layernorm.weight", f"{ATTENTION}.k_layernorm.weight")
+_FINAL_NORM = "decoder.final_layernorm."
 _INDEXER = ".self_attention.indexer."  # buffers: the indexer is not trained
 # parts of names of a layer that is one block
 _MIXER_PARTS = (".input_layernorm.", ".self_attention.")
@@ -114,7 +115,7 @@ def family_map(
     if tied:
         family[OUTPUT_LAYER] = family[EMBEDDING]
     per_layer = {name: mapping for name, mapping in family.items() if "{layer}" in name}
-    ends = ("decoder.final_layernorm.weight", OUTPUT_LAYER)
+    ends = (*(name for name in family if name.startswith(_FINAL_NORM)), OUTPUT_LAYER)
     result = {} if vision is None else tower_map(vision)
     result |= {name: family[name] for name in family if name not in per_layer and name not in ends}
     experts = config.num_moe_experts or 0
@@ -276,6 +277,7 @@ def model_sizes(config: TransformerConfig, gpt: GPTModelConfig) -> Sizes:
         index_dim=getattr(config, "index_head_dim", 0),
         index_pool=getattr(config, "index_pool", 0),
         streams=getattr(config, "residual_streams", 0),
+        stream_rank=getattr(config, "stream_rank", 0),
     )
 
 

@@ -119,6 +119,17 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": [*["indexed_attention"] * 2, "linear_attention"],
         },
     ),
+    # keys alone in place of pools, all of a head rotated
+    "Qwen3.8 without pools": (
+        "Qwen4ExpForConditionalGeneration",
+        {
+            **{"linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 5},
+            **{"hc_count": 2, "hc_lowrank": 5, "norm_topk_prob": False, "indexer_head_dim": 18},
+            **{"indexer_budget": 5, "indexer_compress_ratio": 1, "rms_norm_eps": 1e-3},
+            "rope_parameters": {"rope_type": "default", "rope_theta": 300.0},
+            "layer_types": ["indexed_attention", "linear_attention", "indexed_attention"],
+        },
+    ),
     "GLM-4-9B": ("Glm4ForCausalLM", {"attention_bias": False, "tie_word_embeddings": True}),
 }
 # Not against transformers: too few heads of the indexer for distinct scores, since ReLU makes many
@@ -227,6 +238,20 @@ CELLS = {
             "GLM-5.3 with a shared indexer",
             "--recompute-granularity selective --recompute-modules core_attn layernorm mlp",
         ),
+        ("Qwen4ExpForConditionalGeneration", TP2_EP2),
+        ("Qwen4ExpForConditionalGeneration", f"{CP2} {EP2} {RECOMPUTE['recompute']}"),
+        ("Qwen4ExpForConditionalGeneration", "--micro-batch-size 1"),  # DP2
+        (
+            "Qwen4ExpForConditionalGeneration",
+            f"{PP2} --num-virtual-stages-per-pipeline-rank 2",
+        ),
+        ("Qwen3.8 without pools", f"{TP2_EP2} {RECOMPUTE['recompute']}"),
+        ("Qwen3.8 without pools", f"{CP2} {EP2}"),
+        # DP2
+        (
+            "Qwen3.8 without pools",
+            "--recompute-granularity selective --recompute-modules core_attn layernorm",
+        ),
         ("NemotronHForCausalLM", TP2_EP2),
         ("NemotronHForCausalLM", f"{CP2} {EP2} {RECOMPUTE['recompute']}"),
         ("NemotronHForCausalLM", "--micro-batch-size 1"),  # DP2
@@ -268,6 +293,9 @@ CELLS = {
         ("Glm5NextForConditionalGeneration", f"{PP2} {EP2}"),
         ("Glm5NextForConditionalGeneration", f"{TP2_EP2} {CP2} {RECOMPUTE['recompute']}"),
         ("Glm5NextForConditionalGeneration", f"{PP2} {TP2_EP2}"),
+        ("Qwen4ExpForConditionalGeneration", f"{PP2} {EP2}"),
+        ("Qwen4ExpForConditionalGeneration", f"{TP2_EP2} {CP2} {RECOMPUTE['recompute']}"),
+        ("Qwen4ExpForConditionalGeneration", f"{PP2} {TP2_EP2}"),
         ("NemotronHForCausalLM", f"{PP2} {EP2}"),
         ("NemotronHForCausalLM", f"{TP2_EP2} {CP2} {RECOMPUTE['recompute']}"),
         ("Nemotron-3-Super", f"{PP2} {TP2_EP2}"),

@@ -71,6 +71,7 @@ CELLS = {
         ("KimiLinearForCausalLM", f"{TP2_EP2} {WHOLE} uniform --recompute-num-layers 2"),
         ("Glm5NextForConditionalGeneration", f"{TP2_EP2} {WHOLE} uniform --recompute-num-layers 2"),
         ("Glm5NextForConditionalGeneration", f"{PP2} {VP2}"),
+        ("Qwen4ExpForConditionalGeneration", f"{TP2_EP2} {WHOLE} uniform --recompute-num-layers 2"),
         ("Nemotron-3-Super", f"{TP2_EP2} {WHOLE} uniform --recompute-num-layers 2"),
         ("Nemotron-H without experts", f"{PP2} --decoder-last-pipeline-num-layers 1"),
         ("GLM-5.2", f"{TP2_EP2}"),

@@ -27,6 +27,7 @@ from tests.e2e.programs import TrainServer
         *("Olmo3ForCausalLM", "Exaone4ForCausalLM", "Phi3ForCausalLM"),
         *("Glm4vForConditionalGeneration", "KimiK25ForConditionalGeneration"),
         *("NemotronHForCausalLM", "Glm5NextForConditionalGeneration"),
+        "Qwen4ExpForConditionalGeneration",
     ],
 )
 def test_it_trains(server: TrainServer, work: Workspace, tmp_path: Path, family: str) -> None:

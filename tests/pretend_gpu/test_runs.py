@@ -49,6 +49,7 @@ FAMILIES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "sparse attention": ("GlmMoeDsaForCausalLM", 1, MIXED),
     "Kimi delta attention": ("KimiLinearForCausalLM", 1, MIXED),
     "residual streams, pooled keys": ("Glm5NextForConditionalGeneration", 1, MIXED),
+    "gated streams, pooled keys, CP2": ("Qwen4ExpForConditionalGeneration", 2, MIXED | dict(context_parallel_size=2)),
     "Mamba-2, CP2": ("NemotronHForCausalLM", 2, MIXED | dict(context_parallel_size=2)),
 }  # fmt: skip
 

@@ -72,7 +72,7 @@ MODEL_FUNCTION = {
     "index_n_heads": "", "index_head_dim": "", "index_rotary_interleaved": "",
     "index_shared": "indexer_types", "index_pool": "index_kpool", "latent_norm_epsilon": "",
     "residual_streams": "hc_mult", "sinkhorn_iterations": "hc_sinkhorn_iters",
-    "sinkhorn_epsilon": "hc_eps",
+    "sinkhorn_epsilon": "hc_eps", "stream_rank": "hc_lowrank",
 }  # fmt: skip
 EMBEDDING_FUNCTION = {
     "position_embedding_type": "", "rotary_base": "rope_theta",
@@ -149,7 +149,7 @@ def _with_extensions(layer: ModuleSpec, config: TransformerConfig) -> ModuleSpec
         from slime_like.megatron.model.norms import add_norms
 
         add_norms(layer, config)
-    if hasattr(config, "index_topk"):  # a SparseConfig
+    if hasattr(config, "index_topk") and config.multi_latent_attention:  # a SparseConfig
         from slime_like.megatron.model.sparse_attention import use_sparse_attention
 
         use_sparse_attention(layer)
@@ -157,10 +157,15 @@ def _with_extensions(layer: ModuleSpec, config: TransformerConfig) -> ModuleSpec
         from slime_like.megatron.model.kimi_delta import UnrotatedLatentAttention
 
         layer.submodules.self_attention.module = UnrotatedLatentAttention
-    if hasattr(config, "residual_streams"):  # a StreamsConfig
-        from slime_like.megatron.model.hyper_connections import use_hyper_connections
+    if hasattr(config, "stream_rank"):  # a GatedStreamsConfig
+        from slime_like.megatron.model.gated_streams import GatedStreamsLayer, without_norm
 
-        use_hyper_connections(layer)
+        layer.module = GatedStreamsLayer
+        without_norm(layer)
+    elif hasattr(config, "residual_streams"):  # a StreamsConfig
+        from slime_like.megatron.model.hyper_connections import HyperConnectedLayer
+
+        layer.module = HyperConnectedLayer
     return layer
 
 
@@ -198,6 +203,10 @@ def decoder_spec(
         from slime_like.megatron.model.mamba import keep_single_blocks
 
         keep_single_blocks(block, config, vp_stage)
+    if hasattr(config, "stream_rank"):
+        from slime_like.megatron.model.gated_streams import use_gated_streams
+
+        use_gated_streams(block)
     return block
 
 
@@ -253,7 +262,7 @@ def build_chunks(
         mark_parameters(chunk)
         if chunk.pre_process and getattr(config, "embedding_scale", 1.0) != 1.0:
             chunk.embedding.register_forward_hook(_scale_embedding)
-        if hasattr(config, "residual_streams"):  # a StreamsConfig
+        if hasattr(config, "residual_streams"):
             from slime_like.megatron.model.hyper_connections import add_streams
 
             add_streams(chunk)

@@ -6,13 +6,13 @@ which packed rows need none, has the streams.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core.models.common.language_module.language_module import LanguageModule
-from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
@@ -34,35 +34,58 @@ def streams_of(config: TransformerConfig) -> int:
     return int(getattr(config, "residual_streams", 1))
 
 
-class HyperConnection(torch.nn.Module):
+class HyperConnection(torch.nn.Module, ABC):
     """The hyper-connection of one block. Its parameters are on every tensor-parallel rank; under
     sequence parallelism a rank has the gradient of its own rows."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.streams = config.residual_streams
+        self.channels = self.streams * config.hidden_size
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        like = {"dtype": config.params_dtype, "device": device}
+        for name, tensor in self.make_parameters(like).items():
+            parameter = torch.nn.Parameter(tensor)
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+            self.register_parameter(name, parameter)
+
+    @abstractmethod
+    def make_parameters(self, like: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Initial values. like: dtype and device."""
+
+    @abstractmethod
+    def forward(self, streams: Tensor) -> tuple[Tensor, ...]:
+        """[T, N, H] -> the input of the block [T, 1, H], and what `write` needs."""
+
+    @abstractmethod
+    def write(self, streams: Tensor, output: Tensor, *weights: Tensor) -> Tensor:
+        """The streams after the block, from those before it and its output [T, 1, H]."""
+
+    def matrix(self, rows: int, columns: int, like: Mapping[str, Any]) -> Tensor:
+        """An initial weight, the same on all tensor-parallel ranks."""
+        weight = torch.empty(rows, columns, **like)
+        return weight.normal_(std=INITIAL_STD) if self.config.perform_initialization else weight
+
+
+class SinkhornConnection(HyperConnection):
+    """A manifold-constrained hyper-connection. weight, base, scale: see `read_streams`."""
 
     weight: Tensor
     base: Tensor
     scale: Tensor
 
-    def __init__(self, config: TransformerConfig) -> None:
-        super().__init__()
-        self.config = config
-        streams = config.residual_streams
-        weights = number_of_weights(streams)
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        like = {"dtype": config.params_dtype, "device": device}
-        weight = torch.empty(weights, streams * config.hidden_size, **like)
-        if config.perform_initialization:
-            weight.normal_(std=INITIAL_STD)
-        for name, tensor in {
-            "weight": weight,
+    def make_parameters(self, like: Mapping[str, Any]) -> dict[str, Tensor]:
+        """See `HyperConnection`."""
+        weights = number_of_weights(self.streams)
+        return {
+            "weight": self.matrix(weights, self.channels, like),
             "base": torch.zeros(weights, **like),
             "scale": torch.ones(SCALES, **like),
-        }.items():
-            parameter = torch.nn.Parameter(tensor)
-            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-            self.register_parameter(name, parameter)
+        }
 
-    def forward(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """See `read_streams`."""
+    def forward(self, streams: Tensor) -> tuple[Tensor, ...]:
+        """See `HyperConnection`."""
         return read_streams(
             streams,
             self.weight,
@@ -73,27 +96,36 @@ class HyperConnection(torch.nn.Module):
             iterations=self.config.sinkhorn_iterations,
         )
 
+    def write(self, streams: Tensor, output: Tensor, *weights: Tensor) -> Tensor:
+        """See `HyperConnection`."""
+        writing, mixing = weights
+        return write_streams(streams, output, writing, mixing)
+
 
 class HyperConnectedLayer(TransformerLayer):
     """A layer whose attention and MLP read and write residual streams: [T, N, H] -> [T, N, H]."""
 
+    connection: type[HyperConnection] = SinkhornConnection
+
     def __init__(self, config: TransformerConfig, *args: object, **settings: object) -> None:
         super().__init__(config, *args, **settings)
-        self.self_attention_hyper_connection = HyperConnection(config)
-        self.mlp_hyper_connection = HyperConnection(config)
+        self.self_attention_hyper_connection = self.connection(config)
+        self.mlp_hyper_connection = self.connection(config)
         self.self_attn_bda = self.mlp_bda = _without_residual
 
     def _forward_attention(
         self, hidden_states: Tensor, *args: object, **settings: object
     ) -> tuple[Tensor, Any]:
-        block_input, writing, mixing = self.self_attention_hyper_connection(hidden_states)
+        connection = self.self_attention_hyper_connection
+        block_input, *weights = connection(hidden_states)
         output, context = super()._forward_attention(block_input, *args, **settings)
-        return write_streams(hidden_states, output, writing, mixing), context
+        return connection.write(hidden_states, output, *weights), context
 
     def _forward_mlp(self, hidden_states: Tensor, *args: object, **settings: object) -> Tensor:
-        block_input, writing, mixing = self.mlp_hyper_connection(hidden_states)
+        connection = self.mlp_hyper_connection
+        block_input, *weights = connection(hidden_states)
         output = super()._forward_mlp(block_input, *args, **settings)
-        return write_streams(hidden_states, output, writing, mixing)
+        return connection.write(hidden_states, output, *weights)
 
 
 def _without_residual(
@@ -108,17 +140,12 @@ def _without_residual(
     return biased
 
 
-def use_hyper_connections(layer: ModuleSpec) -> None:
-    """Replace the residual connections in a layer spec."""
-    layer.module = HyperConnectedLayer
-
-
 def add_streams(chunk: LanguageModule) -> None:
     """Spread embeddings over the streams, and take the mean of the streams at the end, as GLM-5.3
-    does."""
+    does. Gated streams end by a mixer in place of the last norm (gated_streams.py)."""
     if chunk.pre_process:
         chunk.embedding.register_forward_hook(_spread_embedding)
-    if chunk.post_process:
+    if chunk.post_process and not hasattr(chunk.config, "stream_rank"):
         chunk.decoder.final_layernorm.register_forward_pre_hook(_mean_before_norm)
 
 

@@ -54,6 +54,20 @@ def has_far_queries(rows: PackedRows, config: TransformerConfig) -> bool:
     return max(rows.lengths) > most_keys(config.index_topk, config.index_pool)
 
 
+def rotated(x: Tensor, cosines: Tensor, sines: Tensor, *, pairs: bool = False) -> Tensor:
+    """Apply a rotary embedding, which turns halves or pairs, to the first dimensions of
+    [T, heads, d]."""
+    size = cosines.size(1)
+    rotary = x[..., :size]
+    rest = x[..., size:]
+    if pairs:
+        rotary = torch.cat([rotary[..., 0::2], rotary[..., 1::2]], dim=-1)
+    first, second = rotary.chunk(2, dim=-1)
+    rotated_half = torch.cat([-second, first], dim=-1)
+    cosines, sines = (y.unsqueeze(1).to(x.dtype) for y in (cosines, sines))
+    return torch.cat([rotary * cosines + rotated_half * sines, rest], dim=-1)
+
+
 class Indexer(torch.nn.Module):
     """The lightning indexer of one layer."""
 
@@ -127,28 +141,17 @@ class Indexer(torch.nn.Module):
         queries = F.linear(compressed[far.queries], self.wq_b).unflatten(1, (self.heads, self.dim))
         if rotation is not None:
             cosines, sines = rotation
-            queries = self._rotate(queries, cosines[far.places], sines[far.places])
+            pairs = self.config.index_rotary_interleaved
+            queries = rotated(queries, cosines[far.places], sines[far.places], pairs=pairs)
             places = far.key_places
-            keys = self._rotate(keys.unsqueeze(1), cosines[places], sines[places]).squeeze(1)
+            keys = rotated(keys.unsqueeze(1), cosines[places], sines[places], pairs=pairs)
+            keys = keys.squeeze(1)
         if far.pools is not None:
             keys, scores = keys.chunk(2, -1)
             keys = pooled(keys, scores, self.pool_bias, far.pools)
         # 1 / sqrt(heads) and 1 / sqrt(dim), as in the published code
         weights = weights[far.queries] * (self.heads * self.dim) ** -0.5
         return select_keys(queries, weights, keys, spans, topk, self.pool, rows.lengths)
-
-    def _rotate(self, x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-        """Apply the rotary embedding, by halves or interleaved, to the first dimensions of
-        [T, heads, d]."""
-        size = cosines.size(1)
-        rotary = x[..., :size]
-        rest = x[..., size:]
-        if self.config.index_rotary_interleaved:
-            rotary = torch.cat([rotary[..., 0::2], rotary[..., 1::2]], dim=-1)
-        first, second = rotary.chunk(2, dim=-1)
-        rotated_half = torch.cat([-second, first], dim=-1)
-        cosines, sines = (y.unsqueeze(1).to(x.dtype) for y in (cosines, sines))
-        return torch.cat([rotary * cosines + rotated_half * sines, rest], dim=-1)
 
 
 class SparseLatentAttention(MLASelfAttention):

@@ -1,16 +1,25 @@
-"""Manifold-constrained hyper-connections (mHC, arXiv 2512.24880; DeepSeek-V4 and GLM-5.3 have
-them), which replace the residual connection of a block f by N residual streams X_1 ... X_N:
+"""Hyper-connections, which replace the residual connection of a block f by N residual streams
+X_1 ... X_N. Their weights are functions of all streams of the token.
+
+Manifold-constrained ones (mHC, arXiv 2512.24880; DeepSeek-V4 and GLM-5.3):
 
     u = sum_n a_n X_n,    X'_n = b_n f(norm(u)) + sum_m C_mn X_m
 
-Weights a, b and C are functions of all streams of the token. C is nearly doubly stochastic: its
-columns sum to 1, its rows nearly so. (megatron-core's main branch of August 2026 mixes by the
-transpose of C, and has other epsilons.)
+C is nearly doubly stochastic: its columns sum to 1, its rows nearly so. (megatron-core's main
+branch of August 2026 mixes by the transpose of C, and has other epsilons.)
+
+Gated ones (Qwen3.8-Flash-Next), with Y_n = norm(X_n), and a gate g_n for each channel:
+
+    u = mean_n g_n * Y_n,    X'_n = X_n + b_n f(u)
+
+Whatever a block reads is computed again in backward: the weights and their steps would take several
+times the memory of the streams.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -76,8 +85,7 @@ def read_streams(
     epsilon: float,
     iterations: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The input of a block, and how its output is written. Computed in float32 or wider, and again
-    in backward: the weights and their steps would take several times the memory of the streams.
+    """The input of a block, and how its output is written. Computed in float32 or wider.
 
     Args:
         streams: [T, N, H].
@@ -108,6 +116,59 @@ def write_streams(streams: Tensor, output: Tensor, writing: Tensor, mixing: Tens
         writing, mixing: Of `read_streams`.
     """
     return torch.baddbmm(writing.unsqueeze(-1) * output, mixing.mT, streams)
+
+
+def _read_gated(
+    streams: Tensor,
+    norm_weight: Tensor,
+    down: Tensor,
+    up: Tensor,
+    inject: Tensor | None,
+    norm_epsilon: float,
+) -> tuple[Tensor, Tensor | None]:
+    """See `read_gated_streams`."""
+    number = streams.size(1)
+    wide = streams.to(torch.promote_types(streams.dtype, torch.float32))
+    normed = F.rms_norm(wide, wide.shape[-1:], eps=norm_epsilon)
+    normed = (normed * (1.0 + norm_weight.to(wide.dtype).view_as(normed[0]))).to(streams.dtype)
+    flat = normed.flatten(1)
+    gates = F.linear(F.silu(F.linear(flat, down) / number), up).sigmoid()
+    block_input = (gates.view_as(normed) * normed).mean(1, keepdim=True)
+    if inject is None:
+        return block_input, None
+    return block_input, 2 * (F.linear(flat, inject) / number).sigmoid()
+
+
+def read_gated_streams(
+    streams: Tensor,
+    norm_weight: Tensor,
+    down: Tensor,
+    up: Tensor,
+    inject: Tensor | None,
+    norm_epsilon: float,
+) -> tuple[Tensor, Tensor | None]:
+    """The input of a block, and the weights of its output.
+
+    Args:
+        streams: [T, N, H].
+        norm_weight: [N H], zero-centred, of the norm of each stream.
+        down, up: [rank, N H] and [N H, rank], of the gates.
+        inject: [N, N H], of the weights b; None at the end of the network.
+        norm_epsilon: Of the root mean square of a stream.
+
+    Returns:
+        u [T, 1, H], and b [T, N] or None.
+    """
+    found: Sequence[Any] = checkpoint(
+        _read_gated, streams, norm_weight, down, up, inject, norm_epsilon, use_reentrant=False
+    )
+    block_input, writing = found
+    return block_input, writing
+
+
+def write_gated_streams(streams: Tensor, output: Tensor, writing: Tensor) -> Tensor:
+    """Like `write_streams`, with the weights of `read_gated_streams`."""
+    return streams + writing.unsqueeze(-1) * output
 
 
 def spread(hidden: Tensor, streams: int) -> Tensor:

@@ -30,6 +30,7 @@ from slime_like.weights.families import (  # noqa: F401  (each registers its fam
     qwen3_5,
     qwen3_moe,
     qwen3_next,
+    qwen4_exp,
     seed_oss,
     shells,
     smollm3,

@@ -78,6 +78,11 @@ GLM5 = {
     "linear_head_dim": 10, "linear_num_heads": 4, "linear_conv_kernel_dim": 4, "hc_mult": 2, "index_kpool": 4, "index_topk": 512,
     "index_n_heads": 4, "index_head_dim": 8,
 }  # fmt: skip
+QWEN4 = {
+    **DELTA_NETS, "architectures": ["Qwen4ExpForCausalLM"], "model_type": "qwen4_exp_text", "mlp_only_layers": None, "head_dim": 16,
+    "hc_count": 2, "hc_lowrank": 6, "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 24, "indexer_budget": 512,
+    "indexer_compress_ratio": 4,
+}  # fmt: skip
 MINIMAX = {
     **MOE, "architectures": ["MiniMaxM2ForCausalLM"], "model_type": "minimax_m2", "num_local_experts": 4, "rotary_dim": 8,
     **dict.fromkeys(("num_experts", "moe_intermediate_size", "norm_topk_prob", "mlp_only_layers")),
@@ -195,7 +200,7 @@ def test_the_advice_helps(tmp_path: Path) -> None:
     "changes",
     [
         *({}, MOE, {"tie_word_embeddings": False}, DELTA_NETS, KIMI, NEMOTRON, GLM5, MINIMAX, GLM4),
-        *(GPT_OSS, GEMMA3),
+        *(QWEN4, GPT_OSS, GEMMA3),
     ],
     ids=[
         "dense, tied",
@@ -207,6 +212,7 @@ def test_the_advice_helps(tmp_path: Path) -> None:
         "residual streams",
         "MiniMax-M2",
         "GLM-4",
+        "gated streams",
         "gpt-oss",
         "Gemma 3",
     ],
@@ -254,21 +260,28 @@ def test_a_micro_batch_through_delta_nets(
     assert kernels.kept < plain.kept or changes is NEMOTRON
 
 
-@pytest.mark.parametrize("gpu", [True, False])
-def test_residual_streams_in_memory(tmp_path: Path, gpu: bool) -> None:
+@pytest.mark.parametrize(
+    ("changes", "gpu"),
+    [
+        ({**GLM5, "index_topk": 16}, True),
+        ({**GLM5, "index_topk": 16}, False),
+        ({**QWEN4, "indexer_budget": 16}, True),
+    ],
+)
+def test_residual_streams_in_memory(tmp_path: Path, changes: dict[str, Any], gpu: bool) -> None:
     """With everything recomputed, a micro-batch keeps a layer's input: two streams more for each
     two, and no step of their weights. Queries select keys."""
     kept = {}
     for streams in (2, 4):
-        changes = {**GLM5, "hc_mult": streams, "index_topk": 16}
+        changes = {**changes, "hc_count" if "hc_count" in changes else "hc_mult": streams}
         flags = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
         config = tiny(tmp_path, *flags.split(), changes=changes, world=1)
         with world_as_rank(config.parallel, virtual_stages=None, rank=0, world_size=1) as layout:
             built = build_rank(config.megatron, config.gpt, layout, gpu=gpu)
             kept[streams] = run_stage(built, 256, gpu=gpu).kept
     hidden = 256 * 64 * config.megatron.transformer.params_dtype.itemsize
-    layers = 4
-    assert kept[4] - kept[2] == 2 * hidden * layers, (kept, hidden)
+    inputs = 5 if "hc_count" in changes else 4  # of four layers, and of the final mixer
+    assert kept[4] - kept[2] == 2 * hidden * inputs
 
 
 def test_formula_of_parameters_of_latent_attention(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from slime_like.preflight.fake_world import world_as_rank  # noqa: E402
 from slime_like.preflight.flops import TERA, ForwardFlops, forward_flops, peak_tflops  # noqa: E402
 from slime_like.preflight.one_rank import build_rank  # noqa: E402
 from slime_like.preflight.passes import run_micro_batch  # noqa: E402
-from slime_like.preflight.shape import stream_matrices  # noqa: E402
+from slime_like.preflight.shape import mixer_matrices, stream_matrices  # noqa: E402
 from slime_like.trainer.factory import make_throughput  # noqa: E402
 from tests.unit.command_lines import complete, problems_of  # noqa: E402
 from tests.unit.preflight.test_check import (  # noqa: E402
@@ -33,6 +33,7 @@ from tests.unit.preflight.test_check import (  # noqa: E402
     MINIMAX,
     MOE,
     NEMOTRON,
+    QWEN4,
     tiny,
 )  # fmt: skip
 
@@ -58,6 +59,7 @@ LATENT = {
         pytest.param(KIMI, id="Kimi delta attention"),
         pytest.param(NEMOTRON, id="Mamba-2"),
         pytest.param(GLM5, id="residual streams"),
+        pytest.param(QWEN4, id="gated streams"),
         pytest.param(LATENT, id="latent"),
         pytest.param(MOE, marks=pytest.mark.extended, id="experts"),
         pytest.param({**LATENT, "q_lora_rank": None}, marks=pytest.mark.extended, id="whole q"),
@@ -84,6 +86,8 @@ def test_products_with_weights(
     if changes is GLM5:  # in backward again, and what mixes the streams, in every layer
         mixed = 3 * 2 * 2 * 2 * 2 * 64
         expected += TOKENS * 4 * (2 * stream_matrices(transformer) + mixed)
+    elif changes is QWEN4:
+        expected += TOKENS * 2 * (4 * stream_matrices(transformer) + mixer_matrices(transformer))
     assert counter.get_total_flops() == expected
     assert flops.head == 2 * 64 * 320
 

@@ -1,5 +1,4 @@
-"""Hyper-connections against loops over the equations of arXiv 2512.24880, and what their backward
-pass keeps."""
+"""Hyper-connections against loops over the equations, and what their backward pass keeps."""
 
 from __future__ import annotations
 
@@ -9,9 +8,11 @@ from torch import Tensor
 from slime_like.megatron.ops.hyper_connections import (
     mean_of_streams,
     number_of_weights,
+    read_gated_streams,
     read_streams,
     sinkhorn,
     spread,
+    write_gated_streams,
     write_streams,
 )
 
@@ -121,3 +122,65 @@ def test_backward_keeps_no_steps_of_the_weights() -> None:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         read_streams(**x, **SETTINGS)
     assert sum(kept) <= sum(tensor.numel() for tensor in x.values())
+
+
+RANK = 2
+
+
+def gated_inputs() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(8)
+    wide = STREAMS * HIDDEN
+    shapes = {
+        "streams": (TOKENS, STREAMS, HIDDEN),
+        "norm_weight": (wide,),
+        "down": (RANK, wide),
+        "up": (wide, RANK),
+        "inject": (STREAMS, wide),
+    }
+    return {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
+        for name, shape in shapes.items()
+    }
+
+
+def gated_by_loop(
+    streams: Tensor, norm_weight: Tensor, down: Tensor, up: Tensor, inject: Tensor
+) -> Tensor:
+    rows = []
+    for token in streams:
+        normed = torch.stack(
+            [
+                x / (x.square().mean() + NORM_EPSILON).sqrt() * (1 + weight)
+                for x, weight in zip(token, norm_weight.view(STREAMS, HIDDEN), strict=True)
+            ]
+        )
+        low = down @ normed.flatten() / STREAMS
+        gates = torch.sigmoid(up @ (low * torch.sigmoid(low))).view(STREAMS, HIDDEN)
+        out = block((gates * normed).sum(0) / STREAMS)
+        b = 2 * torch.sigmoid(inject @ normed.flatten() / STREAMS)
+        rows.append(torch.stack([x + weight * out for x, weight in zip(token, b, strict=True)]))
+    return torch.stack(rows)
+
+
+def test_gated_ones_token_by_token() -> None:
+    x = gated_inputs()
+    share = torch.arange(TOKENS * STREAMS * HIDDEN).double().sin().view(TOKENS, STREAMS, HIDDEN)
+    block_input, writing = read_gated_streams(*x.values(), norm_epsilon=NORM_EPSILON)
+    assert writing is not None
+    found = write_gated_streams(x["streams"], block(block_input), writing)
+    expected = gated_by_loop(**x)
+    assert torch.allclose(found, expected, rtol=0, atol=1e-14)
+    gradients = torch.autograd.grad((found * share).sum(), list(x.values()))
+    for own, their in zip(
+        gradients, torch.autograd.grad((expected * share).sum(), list(x.values())), strict=True
+    ):
+        assert torch.allclose(own, their, rtol=1e-12, atol=1e-14)
+
+
+def test_the_end_of_gated_ones_only_reads() -> None:
+    x = gated_inputs()
+    block_input, _ = read_gated_streams(*x.values(), norm_epsilon=NORM_EPSILON)
+    read, writing = read_gated_streams(
+        *(x[name] for name in ("streams", "norm_weight", "down", "up")), None, NORM_EPSILON
+    )
+    assert writing is None and torch.equal(read, block_input)
