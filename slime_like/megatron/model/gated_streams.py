@@ -97,10 +97,9 @@ class GatedStreamsLayer(HyperConnectedLayer):
 
 
 class PoolIndexer(torch.nn.Module):
-    """The indexer of one layer. query_key_weight: [(heads + 1) * d, hidden], of the queries and the
-    key. The weights of its norms are zero-centred."""
+    """The indexer of one layer. The weights of its norms are zero-centred."""
 
-    query_key_weight: Tensor
+    query_key_weight: Tensor  # [(heads + 1) * d, hidden], of the queries and the key
     query_norm_weight: Tensor
     key_norm_weight: Tensor
     float32_buffers = ("query_norm_weight", "key_norm_weight")  # in a model in half precision

@@ -69,7 +69,7 @@ class HyperConnection(torch.nn.Module, ABC):
 
 
 class SinkhornConnection(HyperConnection):
-    """A manifold-constrained hyper-connection. weight, base, scale: see `read_streams`."""
+    """A manifold-constrained hyper-connection. Its parameters are those of `read_streams`."""
 
     weight: Tensor
     base: Tensor
