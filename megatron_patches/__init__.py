@@ -7,9 +7,9 @@ megatron-core assumes a CUDA device and, in places, Transformer Engine. Each pat
 assumption or fixes one bug. It has its own file, which documents the target, the reason and the
 affected versions, and it is applied only where its condition holds: with CUDA and Transformer
 Engine, only `torch_norm_sp`, `recompute_rest`, `moe_permute`, `mla_tp_grads`, `mla_no_q_norm`,
-`geglu_clamp`, `rope_thd`, `known_shapes`, `offload_ckpt` and `safe_checkpoints` remain. All patches
-verify their targets before the first one changes anything. Importing this package imports neither
-torch nor megatron-core.
+`geglu_clamp`, `rope_thd`, `yarn_parts`, `known_shapes`, `offload_ckpt` and `safe_checkpoints`
+remain. All patches verify their targets before the first one changes anything. Importing this
+package imports neither torch nor megatron-core.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ ORDER = (
     "mla_no_q_norm",
     "geglu_clamp",
     "rope_thd",
+    "yarn_parts",
     "known_shapes",
     "moe_split_sizes",
     "gloo_uneven",

@@ -96,8 +96,6 @@ def read_rope(
         result["factor"] = 1.0
     if rope_type == "yarn":
         result["yarn"] = _yarn(reader, given, result["factor"])
-        if result["percent"] != 1:
-            reader.refuse("rope_type 'yarn' with partial_rotary_factor is not supported")
     if rope_type == "llama3":
         for key, only in LLAMA3_FIXED.items():
             if given.get(key) != only:

@@ -82,8 +82,10 @@ def _sections(where: str, text: dict[str, Any], hf: HfModel, axes: RotaryAxes) -
             f"{pairs:g}",
         )
     scaled = hf.gpt["use_rope_scaling"] or hf.gpt["rotary_seq_len_interpolation_factor"]
-    if hf.gpt["position_embedding_type"] != "rope" or scaled:
-        raise _refusal(where, "config.json: scaled rotary positions of images are not supported")
+    if hf.gpt["position_embedding_type"] not in ("rope", "yarn") or scaled:
+        raise _refusal(
+            where, "config.json: of scaled rotary positions of images only YaRN is supported"
+        )
     return tuple(sections)
 
 

@@ -86,7 +86,23 @@ def sequences(vision: VisionSettings) -> list[TrainSample]:
 @pytest.mark.parametrize("trained", [False, True], ids=["frozen", "trained"])
 @pytest.mark.parametrize("architecture", vision_models.MODELS)
 def test_against_transformers(architecture: str, trained: bool, alone: Any, tmp_path: Path) -> None:
-    reference = vision_models.make_model(architecture, tmp_path / "model")
+    check_against_transformers(architecture, trained, alone, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "architecture", ["Qwen3VLForConditionalGeneration", "Qwen3_5ForConditionalGeneration"]
+)
+def test_yarn_turns_images_too(architecture: str, alone: Any, tmp_path: Path) -> None:
+    """On their three axes by its frequencies, of part of each head in the second model."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+    rope = {**vision_models.MODELS[architecture]["rope_parameters"], **yarn}
+    check_against_transformers(architecture, False, alone, tmp_path, rope_parameters=rope)
+
+
+def check_against_transformers(
+    architecture: str, trained: bool, alone: Any, tmp_path: Path, **changes: Any
+) -> None:
+    reference = vision_models.make_model(architecture, tmp_path / "model", **changes)
     vision = vision_models.vision_of(tmp_path / "model", trained=trained)
     samples = sequences(vision)
     vocab = reference.config.get_text_config().vocab_size

@@ -65,9 +65,10 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def make_model(architecture: str, folder: Path) -> Any:
-    """The model of transformers' class that lies in `folder` then."""
-    changes = {**SIZES, **MODELS[architecture]}
+def make_model(architecture: str, folder: Path, **more: Any) -> Any:
+    """The model of transformers' class that lies in `folder` then. more: keys of the language
+    model's configuration."""
+    changes = {**SIZES, **MODELS[architecture], **more}
     model = make_tiny_model(architecture, folder, **changes)
     path = folder / "config.json"
     own = {"image_token_id": IMAGE}

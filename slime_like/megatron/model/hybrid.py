@@ -125,6 +125,9 @@ class HybridChunk(HybridModel):
                 vp_stage=vp_stage,
                 **settings,
             )
+        if self.position_embedding_type == "yarn":  # which HybridModel does not pass on
+            rotary: Any = self.rotary_pos_emb  # type: ignore[has-type]
+            rotary.rotary_interleaved = config.rotary_interleaved
         plain = self.position_embedding_type == "rope" and not config.multi_latent_attention
         if plain and (rope_scaling or config.rotary_interleaved):  # HybridModel has neither
             self.rotary_pos_emb = RotaryEmbedding(

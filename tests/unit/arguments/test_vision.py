@@ -55,7 +55,7 @@ CASES: list[tuple[str, str, int, dict[str, Any], str, str]] = [
     ("read_vision", "", 1, {"rope_parameters": {**ROPE, "mrope_section": [8]}},
      "--multimodal-keys", "must be 3 integers"),
     ("read_vision", "", 1, {"rope_parameters": {**ROPE, "rope_type": "linear", "factor": 2}},
-     "--multimodal-keys", "scaled rotary positions of images are not supported"),
+     "--multimodal-keys", "of scaled rotary positions of images only YaRN is supported"),
     ("read_vision", "", 1, {"vision_config": {**TOWER, "spatial_merge_size": 0}},
      "--multimodal-keys", "spatial_merge_size 0 is no size"),
     ("read_vision", "", 1, {"vision_config": {"deepstack_visual_indexes": [0] * 5}},

@@ -124,6 +124,7 @@ def test_one_applies_on_a_machine_with_cuda_and_transformer_engine(
         "mla_no_q_norm",
         "geglu_clamp",
         "rope_thd",
+        "yarn_parts",
         "known_shapes",
     ]
     always += ["offload_ckpt", "safe_checkpoints"]
@@ -160,6 +161,7 @@ def test_on_cuda_without_transformer_engine_only_the_other_patches_are_due(
             "mla_no_q_norm",
             "geglu_clamp",
             "rope_thd",
+            "yarn_parts",
             "known_shapes",
             "torch_norms",
             "precision_adam",
@@ -254,6 +256,14 @@ TARGETS = [
     ("geglu_clamp", "transformer.mlp", "weighted_bias_quick_geglu_impl"),
     ("geglu_clamp", "transformer.moe.experts", "weighted_bias_quick_geglu_impl"),
     ("rope_thd", "models.common.embeddings.rope_utils", "_apply_rotary_pos_emb_thd"),
+    *(
+        (
+            "yarn_parts",
+            "models.common.embeddings.yarn_rotary_pos_embedding",
+            f"YarnRotaryEmbedding.{method}",
+        )
+        for method in ("__init__", "get_emb")
+    ),
     ("moe_split_sizes", "transformer.moe.token_dispatcher", "maybe_move_tensor_to_cpu"),
     ("gloo_uneven", "tensor_parallel.mappings", "_gather_along_first_dim"),
     ("gloo_uneven", "tensor_parallel.mappings", "_reduce_scatter_along_first_dim"),
