@@ -16,7 +16,7 @@ PYTEST := OMP_NUM_THREADS=$(TEST_THREADS) $(BIN)/python -m pytest -q -n $(TEST_W
 # Write bytecode even if the image disables it: hundreds of test processes import our modules.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: install demo test test-extended test-slow test-processors test-pretend-gpu te-python fuzz search-layouts test-learning test-slurm sglang-env test-sglang vllm-env test-vllm cookbook-env test-cookbook newest-env test-newest see-env test-see pictures trl-env bench-trl gpu-check docs-env docs lint format typecheck flags proto parity parity-full clean
+.PHONY: install demo test test-extended test-slow test-processors test-pretend-gpu te-python fuzz search-layouts search-configurations test-learning test-slurm sglang-env test-sglang vllm-env test-vllm cookbook-env test-cookbook newest-env test-newest see-env test-see pictures trl-env bench-trl gpu-check docs-env docs lint format typecheck flags proto parity parity-full clean
 
 install: $(STAMP)
 
@@ -81,6 +81,13 @@ OTHER_PYTHON ?= $(wildcard $(CURDIR)/.venv-newest/bin/python)
 
 search-layouts: install
 	SEARCH_EXAMPLES=$(EXAMPLES) OTHER_PYTHON=$(OTHER_PYTHON) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -s -n 0 -m search --hypothesis-seed $(SEED) tests/search/test_layouts.py
+
+# random configurations of a family in make search-configurations
+CONFIGURATIONS ?= 7
+
+# Random configurations of every family against transformers in float64; a quarter of an hour
+search-configurations: install
+	SEARCH_SEED=$(SEED) SEARCH_CONFIGURATIONS=$(CONFIGURATIONS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 -m search tests/search/test_configurations.py
 
 # seeds of make test-learning, for example LEARNING_SEEDS="1 2 3"
 LEARNING_SEEDS ?= 1

@@ -158,6 +158,11 @@ _VL_EXPERT_KEYS = dataclasses.replace(qwen3_moe.EXPERTS, norm_topk=("norm_topk_p
 
 
 def _vl_experts(reader: ConfigReader) -> dict[str, object]:
+    if reader.config.get("norm_topk_prob") is False:
+        reader.refuse(
+            "norm_topk_prob false is not supported: the weights of this model's selected experts "
+            "are always renormalised"
+        )
     return expert_settings(reader, _VL_EXPERT_KEYS)
 
 

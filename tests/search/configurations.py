@@ -1,0 +1,187 @@
+"""Random configurations of a family: odd numbers of heads, groups, experts and layers, other norms and
+rotary embeddings, tied weights, and files in half precision or in several parts."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from scripts.make_tiny_model import SIZES, rope_of_images
+from slime_like.weights.families import ModelFamily
+
+Draw = Callable[[random.Random], Any]
+
+
+def one_of(*values: Any) -> Draw:
+    return lambda rng: rng.choice(values)
+
+
+# by key of config.json: drawn where the family's tiny model has the key
+VALUES: dict[str, Draw] = {
+    "num_hidden_layers": one_of(2, 3, 4),
+    "intermediate_size": one_of(20, 36, 52),
+    "tie_word_embeddings": one_of(False, True),
+    "attention_bias": one_of(False, True),
+    "use_qk_norm": one_of(False, True),
+    "moe_intermediate_size": one_of(12, 20, 28),
+    "shared_expert_intermediate_size": one_of(8, 20, 40),
+    "moe_shared_expert_intermediate_size": one_of(8, 20, 40),
+    "n_shared_experts": one_of(1, 3),
+    "num_shared_experts": one_of(1, 2),
+    "routed_scaling_factor": one_of(0.6, 1.0, 2.5),
+    "router_scaling_factor": one_of(0.6, 1.0, 2.5),
+    "norm_topk_prob": one_of(False, True),
+    "moe_renormalize": one_of(False, True),
+    "first_k_dense_replace": one_of(0, 1, 2),
+    "decoder_sparse_step": one_of(1, 2),
+    "mlp_only_layers": one_of([], [0], [1]),
+    "q_lora_rank": one_of(None, 14),
+    "kv_lora_rank": one_of(10, 18),
+    "qk_nope_head_dim": one_of(6, 14),
+    "qk_rope_head_dim": one_of(4, 6, 10),
+    "v_head_dim": one_of(7, 12),
+    "sliding_window": one_of(3, 5, 9),
+    "sliding_window_pattern": one_of(2, 3),
+    "query_pre_attn_scalar": one_of(11, 32),
+    "swiglu_limit": one_of(0.4, 1.3),
+    "full_attention_interval": one_of(2, 3),
+    "linear_conv_kernel_dim": one_of(2, 3, 5),
+    "linear_key_head_dim": one_of(4, 7),
+    "linear_value_head_dim": one_of(3, 8),
+    "linear_num_heads": one_of(2, 3),
+    "linear_head_dim": one_of(5, 8),
+    "mamba_head_dim": one_of(3, 7),
+    "ssm_state_size": one_of(3, 6),
+    "conv_kernel": one_of(2, 3),
+    "no_rope_layer_interval": one_of(2, 3),
+    "index_topk": one_of(3, 5),
+    "index_head_dim": one_of(12, 16),
+}
+# keys that transformers' class of an architecture does not read, or does not have without
+FIXED: dict[str, tuple[str, ...]] = {
+    "Glm4vForConditionalGeneration": ("attention_bias", "head_dim"),
+    "Glm46VForConditionalGeneration": ("attention_bias", "head_dim"),
+    "Glm4vMoeForConditionalGeneration": ("attention_bias", "use_qk_norm"),
+    "KimiK25ForConditionalGeneration": ("q_lora_rank",),
+}
+LATENT = "kv_lora_rank"
+EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
+CHOSEN = ("num_experts_per_tok", "num_experts_per_token")
+GROUPS = ("n_group", "num_expert_group")
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """A random model."""
+
+    changes: Mapping[str, Any]  # of config.json
+    dtype: str  # of the file: float32, bfloat16 or float16
+    parts: int  # files
+
+    def __str__(self) -> str:
+        return f"{self.dtype} in {self.parts} files: {dict(self.changes)}"
+
+
+def random_configuration(family: ModelFamily, rng: random.Random) -> Configuration:
+    """Of every key only values that the architecture has; together they may be refused."""
+    tiny = {**SIZES, **family.tiny}
+    changes = {key: draw(rng) for key, draw in VALUES.items() if tiny.get(key) is not None}
+    if "q_lora_rank" in tiny:
+        changes["q_lora_rank"] = VALUES["q_lora_rank"](rng)
+    changes |= _attention(tiny, rng) | _experts(tiny, rng)
+    for key in FIXED.get(family.architecture, ()):
+        changes.pop(key, None)
+        if key == "head_dim":
+            changes["hidden_size"] = changes["num_attention_heads"] * tiny[key]
+    # with at least one layer of attention, which transformers' caches need
+    changes["num_hidden_layers"] += (
+        2 if "mamba_num_heads" in tiny else "full_attention_interval" in tiny
+    )
+    name = "layer_norm_epsilon" if family.model_type == "nemotron_h" else "rms_norm_eps"
+    changes[name] = rng.choice([1e-7, 3e-4, 1e-2])
+    if rope := _rope(family, tiny, changes, rng):
+        changes["rope_parameters"] = rope
+    dtype = rng.choice(["float32", "bfloat16", "float16"])
+    return Configuration(changes, dtype, rng.choice([1, 2, 3]))
+
+
+def _attention(tiny: Mapping[str, Any], rng: random.Random) -> dict[str, Any]:
+    """Heads in groups of an unusual size; a hidden size that they need not divide where a head has
+    its own."""
+    groups = rng.choice([1, 2, 3])
+    heads = groups * rng.choice([1, 2, 3, 5])
+    found: dict[str, Any] = {"num_attention_heads": heads, "num_key_value_heads": groups}
+    if LATENT in tiny:
+        return {**found, "num_key_value_heads": heads, "hidden_size": rng.choice([20, 36, 44])}
+    if "head_dim" in tiny:
+        found |= {"head_dim": rng.choice([8, 12, 20]), "hidden_size": rng.choice([20, 36, 44])}
+    else:
+        found["hidden_size"] = heads * rng.choice([8, 12])
+    if "rotary_dim" in tiny:
+        found["rotary_dim"] = rng.choice([2, 4, found["head_dim"]])
+    if "linear_num_key_heads" in tiny:
+        keys = rng.choice([1, 2, 3])
+        found |= {
+            "linear_num_key_heads": keys,
+            "linear_num_value_heads": keys * rng.choice([1, 2, 3]),
+        }
+    if "mamba_num_heads" in tiny:
+        of_state = rng.choice([1, 2, 3])
+        found |= {"n_groups": of_state, "mamba_num_heads": of_state * rng.choice([1, 2, 3])}
+    return found
+
+
+def _experts(tiny: Mapping[str, Any], rng: random.Random) -> dict[str, Any]:
+    """A number of experts that is no power of two; in groups, of each of which two are taken."""
+    name = next((key for key in EXPERTS if key in tiny), None)
+    if name is None:
+        return {}
+    chosen = next(key for key in CHOSEN if key in tiny)
+    groups = next((key for key in GROUPS if tiny.get(key, 1) > 1), None)
+    if groups is None:
+        experts = rng.choice([3, 5, 6, 7])
+        return {name: experts, chosen: rng.randint(2, experts - 1)}
+    count, taken = rng.choice([(2, 1), (3, 2), (4, 3), (4, 2)])
+    return {
+        name: count * rng.choice([2, 3]), groups: count, "topk_group": taken, chosen: 2 * taken,
+    }  # fmt: skip
+
+
+def _rope(
+    family: ModelFamily, tiny: Mapping[str, Any], changes: Mapping[str, Any], rng: random.Random
+) -> dict[str, Any] | None:
+    """Another base, part of the head or scaling; None for what it has already."""
+    theta = rng.choice([300.0, 20000.0, 5e6])
+    given = tiny.get("rope_parameters")
+    if not family.rotary:
+        return None
+    if "mrope_section" in (given or {}):
+        return rope_of_images({**tiny, **changes})
+    if family.text_config and given is None:
+        return None
+    if given and "full_attention" in given:
+        return {
+            kind: {**own, "rope_theta": rng.choice([300.0, 5e6])} for kind, own in given.items()
+        }
+    rope = {**(given or {"rope_type": "default"}), "rope_theta": theta}
+    if "partial_rotary_factor" in rope or (family.rotary_percent and "rotary_dim" not in tiny):
+        rope["partial_rotary_factor"] = rng.choice([0.25, 0.5, 1.0])
+    elif given is None and LATENT not in tiny:
+        rope |= rng.choice(SCALINGS)
+    return rope
+
+
+YARN = {"rope_type": "yarn", "factor": 3.0, "original_max_position_embeddings": 16}
+SCALINGS: tuple[dict[str, Any], ...] = (
+    {},
+    {},
+    {"rope_type": "linear", "factor": 2.5},
+    YARN,
+    {**YARN, "attention_factor": 1.4, "beta_fast": 16.0, "truncate": False},
+    {
+        "rope_type": "llama3", "factor": 3.0, "low_freq_factor": 1.0, "high_freq_factor": 3.0,
+        "original_max_position_embeddings": 24,
+    },
+)  # fmt: skip

@@ -1,0 +1,3 @@
+"""The fixtures of tests/dist."""
+
+from tests.dist.conftest import alone  # noqa: F401
