@@ -508,11 +508,21 @@ def dense_from_csr(csr: Message, dtype: DType, rows: int, columns: int, what: st
     values = numbers(csr.values, dtype, f"{what}: values")
     row_ends = numbers(csr.crow_indices, index, f"{what}: crow_indices")
     column_of = numbers(csr.col_indices, index, f"{what}: col_indices")
+    row_of = csr_rows(row_ends, column_of, rows, columns, values.size, what)
+    dense = np.zeros((rows, columns), dtype=dtype)
+    dense[row_of, column_of] = values
+    return dense.reshape(-1)
+
+
+def csr_rows(
+    row_ends: Array, column_of: Array, rows: int, columns: int, count: int, what: str
+) -> Array:
+    """Row of each of `count` values of a CSR matrix. Raises Refused for invalid indices."""
     counts = np.diff(row_ends)
     valid = (
         row_ends.size == rows + 1
         and row_ends[0] == 0
-        and row_ends[-1] == column_of.size == values.size
+        and row_ends[-1] == column_of.size == count
         and (counts >= 0).all()
         and ((column_of >= 0) & (column_of < columns)).all()
     )
@@ -521,6 +531,4 @@ def dense_from_csr(csr: Message, dtype: DType, rows: int, columns: int, what: st
     row_of = np.repeat(np.arange(rows), counts)
     if np.unique(row_of * columns + column_of).size != column_of.size:
         raise Refused(f"{what} has a duplicate entry")
-    dense = np.zeros((rows, columns), dtype=dtype)
-    dense[row_of, column_of] = values
-    return dense.reshape(-1)
+    return row_of

@@ -316,6 +316,8 @@ class ServerOperations:
             "prompts": [request.body["prompt"] for request in requests],
             "counts": [request.body["count"] for request in requests],
             "seeds": [request.body["seed"] for request in requests],
+            "targets": [cells_of(request.body.get("targets")) for request in requests],
+            "alt_tokens": [request.body.get("alt_tokens", 0) for request in requests],
         }
         value = await self.call(requests[0].id, command)
         for request, samples in zip(requests, value, strict=True):
@@ -324,7 +326,15 @@ class ServerOperations:
             ):
                 record = SampledRecord.of(sampler.session, sequence)
                 self.records.keep(f"{request.queue}/{request.seq}/{i}", record)
-        return [sample_output(samples) for samples in value]
+        return [
+            sample_output(samples, request.body)
+            for request, samples in zip(requests, value, strict=True)
+        ]
+
+
+def cells_of(targets: codec.Message | None) -> codec.Message | None:
+    """What the workers need of the tokens to score."""
+    return None if targets is None else {name: targets[name] for name in ("rows", "tokens")}
 
 
 def snapshot_removed(id: str) -> str:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from slime_like.tinker import proto
 from slime_like.tinker.errors import Failed
 from slime_like.tinker.futures import PROTOBUF
+from slime_like.tinker.schemas import MISSING_LOG_PROB
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
@@ -88,23 +89,63 @@ def _metric_name(name: str, *, critic: bool) -> str:
     return {"value_clipfrac": "values_clipfrac"}.get(name, name) if critic else name
 
 
-def sample_output(samples: PromptSamples) -> tuple[bytes, str]:
-    """Result of asample."""
+def sample_output(
+    samples: PromptSamples, request: Mapping[str, Any] | None = None
+) -> tuple[bytes, str]:
+    """Result of asample. request: the body of `sampling.sample_body`."""
+    request = request or {}
     response = proto.SampleResponse()
     for sequence in samples["sequences"]:
         added = response.sequences.add(tokens=sequence["tokens"], logprobs=sequence["log_probs"])
         stopped = sequence["stopped"]
         added.stop_reason = proto.STOP_REASON_STOP if stopped else proto.STOP_REASON_LENGTH
         _set_top(added.topk_sampled_logprobs, sequence.get("top"))
-    _set_top(response.topk_prompt_logprobs, samples.get("top_prompt"))
+    last_n = request.get("last_n")
+    _set_top(response.topk_prompt_logprobs, samples.get("top_prompt"), last_n)
     if samples["prompt_log_probs"] is not None:
-        response.prompt_logprobs = samples["prompt_log_probs"]
+        scores = np.frombuffer(samples["prompt_log_probs"], dtype="<f4").copy()
+        if last_n is not None:
+            scores[:-last_n] = np.nan
+        response.prompt_logprobs = scores.tobytes()
+    targets = samples.get("targets")
+    if targets is not None:
+        _set_targets(response.target_prompt_logprobs, targets, request["targets"]["layout"])
+    alt = samples.get("alt")
+    if alt is not None:
+        _set_dense(response.prompt_alt_tokens.tokens, alt["tokens"], proto.DTYPE_INT64, alt["k"])
+        log_probs = response.prompt_alt_tokens.logprobs
+        _set_dense(log_probs, alt["log_probs"], proto.DTYPE_FLOAT32, alt["k"])
     return response.SerializeToString(), PROTOBUF
 
 
-def _set_top(message: Message, top: TopTokens | None) -> None:
+def _set_dense(tensor: Message, data: bytes, dtype: int, columns: int) -> None:
+    tensor.dense = data
+    tensor.dtype = dtype
+    size = 8 if dtype == proto.DTYPE_INT64 else 4
+    tensor.shape.extend([len(data) // (size * columns), columns])
+
+
+def _set_targets(tensor: Message, scores: bytes, layout: Mapping[str, Any]) -> None:
+    """Scores of the requested cells, in the request's shape and layout."""
+    tensor.dtype = proto.DTYPE_FLOAT32
+    tensor.shape.extend(layout["shape"])
+    if "crow_indices" in layout:
+        tensor.sparse_csr.values = scores
+        tensor.sparse_csr.crow_indices = layout["crow_indices"]
+        tensor.sparse_csr.col_indices = layout["col_indices"]
+    else:
+        tensor.dense = scores
+
+
+def _set_top(message: Message, top: TopTokens | None, last_n: int | None = None) -> None:
+    """last_n: the number of last positions that were asked for; None for all."""
     if top is not None:
-        message.token_ids = top["tokens"]
-        message.logprobs = top["log_probs"]
+        tokens = np.frombuffer(top["tokens"], dtype="<i4").copy()
+        log_probs = np.frombuffer(top["log_probs"], dtype="<f4").copy()
+        if last_n is not None:
+            tokens[: -last_n * top["k"]] = 0
+            log_probs[: -last_n * top["k"]] = MISSING_LOG_PROB
+        message.token_ids = tokens.tobytes()
+        message.logprobs = log_probs.tobytes()
         message.k = top["k"]
         message.length = top["length"]

@@ -22,13 +22,14 @@ from slime_like.engines.base import GenerateOutput, GenerateRequest, SamplingPar
 from slime_like.engines.local.engine import LocalEngine
 from slime_like.megatron.init import device_of_this_process
 from slime_like.megatron.parallel_layout import ParallelLayout
+from slime_like.tinker.schemas import MISSING_LOG_PROB
 from slime_like.weights.safetensors_reader import WeightFiles
 from slime_like.weights.untrained import untrained_prefixes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-MISSING_LOG_PROB = -99999.0  # the SDK's value (tinker.types.topk_logprobs)
+ALT_TOKENS = -1  # in place of a sample's index, for the seed of alternative tokens
 
 
 class TopTokens(TypedDict):
@@ -57,12 +58,23 @@ class SampledSequence(TypedDict):
     sets: NotRequired[SamplingSets]
 
 
+class AltTokens(TypedDict):
+    """k draws at each of the P - 1 positions after the first, [P - 1, k]."""
+
+    tokens: bytes  # int64
+    log_probs: bytes  # float32
+    k: int
+
+
 class PromptSamples(TypedDict):
     """All samples of one prompt."""
 
     sequences: list[SampledSequence]
     prompt_log_probs: bytes | None  # float32 bytes, NaN for the first token
     top_prompt: NotRequired[TopTokens | None]
+    # float32 bytes: log-probs of the requested cells, 0 where none was requested
+    targets: NotRequired[bytes | None]
+    alt: NotRequired[AltTokens | None]
 
 
 Place = tuple[int, int]  # prompt index, sample index
@@ -82,6 +94,14 @@ class SampleCommand:
     # top_k_prompt, top_k_sample: number of most likely tokens to return per position; 0 for none
     top_k_prompt: int = 0
     top_k_sample: int = 0
+    # of each prompt: cells to score (row and token, int64 bytes), and draws per position
+    targets: Sequence[Mapping[str, bytes] | None] = ()
+    alt_tokens: Sequence[int] = ()
+
+    @property
+    def scores_rows(self) -> bool:
+        """Whether some prompt needs log-probs of other tokens than its own."""
+        return any(self.targets) or any(self.alt_tokens)
 
     @classmethod
     def from_plain(
@@ -158,19 +178,25 @@ class SnapshotSampler:
         tops = together(
             lambda: {i: top_tokens(engine, prompt, 0, k, 1.0) for i, prompt in for_top.items()}
         )
-        local = (samples, {i: with_nan(s) for i, s in zip(to_score, scores)}, tops)
+        rows = local_prompts if command.scores_rows else {}
+        extras = together(lambda: {i: row_scores(engine, command, i) for i in rows})
+        local = (samples, {i: with_nan(s) for i, s in zip(to_score, scores)}, tops, extras)
         sequences: dict[Place, SampledSequence] = {}
         prompt_scores: dict[int, bytes] = {}
         top_prompts: dict[int, TopTokens] = {}
-        for rank_samples, rank_scores, rank_tops in gather(local):
+        of_rows: dict[int, tuple[bytes | None, AltTokens | None]] = {}
+        for rank_samples, rank_scores, rank_tops, rank_extras in gather(local):
             sequences |= rank_samples
             prompt_scores |= rank_scores
             top_prompts |= rank_tops
+            of_rows |= rank_extras
         return [
             {
                 "sequences": [sequences[i, j] for j in range(count)],
                 "prompt_log_probs": prompt_scores.get(i),
                 "top_prompt": top_prompts.get(i),
+                "targets": of_rows.get(i, (None, None))[0],
+                "alt": of_rows.get(i, (None, None))[1],
             }
             for i, count in enumerate(command.counts)
         ]
@@ -266,6 +292,40 @@ def add_top_tokens(
         prompt = command.prompts[i]
         row = (*prompt, *np.frombuffer(sample["tokens"], dtype="<i4").tolist())
         sample["top"] = top_tokens(engine, row, len(prompt), k, temperature)
+
+
+def row_scores(
+    engine: LocalEngine, command: SampleCommand, index: int
+) -> tuple[bytes | None, AltTokens | None]:
+    """Log-probs of a prompt's target cells, and its draws of alternative tokens at the sampling
+    temperature with their log-probs; both log-probs are at temperature 1."""
+    cells = command.targets[index]
+    k = command.alt_tokens[index]
+    if cells is None and not k:
+        return None, None
+    rows = engine.log_prob_rows(command.prompts[index], 1, 1.0).cpu()
+    scores = None
+    if cells is not None:
+        row_of = torch.from_numpy(np.frombuffer(cells["rows"], dtype="<i8").copy())
+        tokens = torch.from_numpy(np.frombuffer(cells["tokens"], dtype="<i8").copy())
+        found = rows[row_of, tokens.clamp(min=0)]
+        scores = torch.where(tokens >= 0, found, 0.0).numpy().astype("<f4").tobytes()
+    if not k:
+        return scores, None
+    temperature = command.params.temperature
+    if temperature == 0:
+        draws = rows.argmax(-1, keepdim=True).expand(-1, k)
+    else:
+        generator = torch.Generator().manual_seed(seed_of(command.seeds[index], ALT_TOKENS))
+        draws = torch.multinomial(
+            (rows / temperature).softmax(-1), k, replacement=True, generator=generator
+        )
+    alt: AltTokens = {
+        "tokens": draws.numpy().astype("<i8").tobytes(),
+        "log_probs": rows.gather(1, draws).numpy().astype("<f4").tobytes(),
+        "k": k,
+    }
+    return scores, alt
 
 
 def top_tokens(

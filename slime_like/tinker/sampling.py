@@ -6,25 +6,16 @@ import secrets
 
 import numpy as np
 
-from slime_like.tinker.data import DataLimits, check_tokens
+from slime_like.tinker.data import DataLimits, check_tokens, check_vocabulary, csr_rows
 from slime_like.tinker.errors import Refused
-from slime_like.tinker.schemas import Sample, SamplingParams
+from slime_like.tinker.schemas import Sample, SamplingParams, TensorData
 
 MAX_TOP_K = 1024
-# unsupported fields of SDK 0.38 -> the value that disables them
-UNSUPPORTED: dict[str, object] = {
-    "target_prompt_logprobs": None,
-    "prompt_alt_tokens_k": 0,
-    "prompt_logprobs_last_n": None,
-}
 
 
 def sample_body(request: Sample, limits: DataLimits) -> dict[str, object]:
     """Validate a sampling request; returns prompt, number of samples, seed and settings as plain
     values. Raises Refused."""
-    for name, disabled in UNSUPPORTED.items():
-        if getattr(request, name) not in (disabled, None):
-            raise Refused(f"{name} is not supported; leave it out")
     if request.base_model is not None or request.model_path is not None:
         raise Refused(
             "base_model and model_path are arguments of create_sampling_session; the weights of a "
@@ -67,6 +58,9 @@ def sample_body(request: Sample, limits: DataLimits) -> dict[str, object]:
             **_stops(params, limits),
         },
         "prompt_log_probs": bool(request.prompt_logprobs),
+        "last_n": _last_n(request, prompt.size),
+        "targets": _targets(request.target_prompt_logprobs, prompt.size, limits),
+        "alt_tokens": _alt_tokens(request.prompt_alt_tokens_k, prompt.size, limits),
         **_top_k(request, prompt.size, max_tokens, limits),
     }
 
@@ -90,6 +84,61 @@ def _top_k(request: Sample, length: int, max_tokens: int, limits: DataLimits) ->
             )
         top_k[f"top_k_{part}"] = k
     return top_k
+
+
+def _last_n(request: Sample, length: int) -> int | None:
+    """Number of last prompt tokens to score; None for all. Raises Refused."""
+    last_n = request.prompt_logprobs_last_n
+    if last_n is not None and not (request.prompt_logprobs and 1 <= last_n < length):
+        raise Refused(
+            f"prompt_logprobs_last_n is {last_n}, must be 1 to {length - 1}, with prompt_logprobs"
+        )
+    return last_n
+
+
+def _alt_tokens(k: int, length: int, limits: DataLimits) -> int:
+    """Number of tokens to draw at each position of the prompt. Raises Refused."""
+    if not 0 <= k <= MAX_TOP_K or k * length > limits.max_tokens or (k and length < 2):
+        raise Refused(
+            f"prompt_alt_tokens_k is {k}, for a prompt of {length} tokens; must be 0 to "
+            f"{MAX_TOP_K}, with at most {limits.max_tokens} draws in one request "
+            "(--max-request-tokens), and a prompt of at least 2 tokens"
+        )
+    return k
+
+
+def _targets(
+    tensor: TensorData | None, length: int, limits: DataLimits
+) -> dict[str, object] | None:
+    """Tokens to score at positions of the prompt: row and token of every cell, -1 for none, and the
+    layout of the answer. Raises Refused."""
+    if tensor is None:
+        return None
+    name = "target_prompt_logprobs"
+    if len(tensor.shape) != 2 or tensor.shape[0] != length - 1 or not tensor.shape[1]:
+        raise Refused(f"{name} has shape {tensor.shape}, must be [{length - 1}, K]")
+    rows, columns = tensor.shape
+    layout: dict[str, object] = {"shape": tensor.shape}
+    if (tensor.sparse_crow_indices is None) != (tensor.sparse_col_indices is None):
+        raise Refused(f"{name}: give both sparse_crow_indices and sparse_col_indices, or neither")
+    if max(len(tensor.data), rows if tensor.sparse_col_indices else rows * columns) > (
+        limits.max_tokens
+    ):
+        raise Refused(f"{name} has more than {limits.max_tokens} cells (--max-request-tokens)")
+    tokens = np.array(tensor.data, dtype=np.int64)
+    if tensor.sparse_crow_indices is not None:
+        ends = np.array(tensor.sparse_crow_indices, dtype=np.int64)
+        of_columns = np.array(tensor.sparse_col_indices, dtype=np.int64)
+        row_of = csr_rows(ends, of_columns, rows, columns, tokens.size, name)
+        layout |= {"crow_indices": ends.tobytes(), "col_indices": of_columns.tobytes()}
+    else:
+        if tokens.size != rows * columns:
+            raise Refused(f"{name} has {tokens.size} entries, its shape {rows * columns}")
+        row_of = np.repeat(np.arange(rows), columns)
+    check_vocabulary(tokens[tokens != -1], name, limits)
+    if not (tokens != -1).any():
+        raise Refused(f"{name} names no token")
+    return {"rows": row_of.astype("<i8").tobytes(), "tokens": tokens.tobytes(), "layout": layout}
 
 
 def _stops(params: SamplingParams, limits: DataLimits) -> dict[str, object]:

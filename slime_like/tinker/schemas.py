@@ -12,6 +12,7 @@ MAX_SEED = 2**63 - 1
 # bounds of settings: squares and reciprocals of values beyond these are not finite in float32
 SMALLEST = 1e-18
 LARGEST = 1e18
+MISSING_LOG_PROB = -99999.0  # the SDK's value (tinker.types.topk_logprobs)
 MAX_METADATA = 64  # entries
 MAX_METADATA_TEXT = 4096
 
@@ -251,6 +252,19 @@ class SamplingParams(Body):
         return value
 
 
+Size = Annotated[int, Field(ge=0, le=2**31 - 1)]
+
+
+class TensorData(Body):
+    """A tensor of integers, dense or sparse (CSR)."""
+
+    data: list[int]
+    dtype: Literal["int64"]
+    shape: list[Size]
+    sparse_crow_indices: list[Size] | None = None
+    sparse_col_indices: list[Size] | None = None
+
+
 class Sample(Body):
     prompt: Prompt
     sampling_params: SamplingParams
@@ -262,7 +276,7 @@ class Sample(Body):
     model_path: TinkerPath | None = None
     topk_prompt_logprobs: int = 0
     topk_sample_logprobs: int = 0
-    target_prompt_logprobs: dict[str, object] | None = None
+    target_prompt_logprobs: TensorData | None = None
     prompt_alt_tokens_k: int = 0
     prompt_logprobs_last_n: int | None = None
     record_stability_info: bool | None = None

@@ -40,6 +40,10 @@ NO_SEED = (
     "seed requires deterministic SGLang servers: start them with "
     "--sglang-enable-deterministic-inference, or leave the seed out"
 )
+NO_ROWS = (
+    "target_prompt_logprobs and prompt_alt_tokens_k are not supported with SGLang as sampler; "
+    "leave them out, or serve with --rollout-engine local"
+)
 NO_MASK = (
     "record_stability_info with top_k or top_p is not supported by SGLang as sampler, which does "
     "not report the tokens that they leave; sample without them, or with --rollout-engine local"
@@ -105,6 +109,8 @@ class SglangSampler:
         for seeds without effect, RunError if the servers do not respond properly."""
         if command.top_k_prompt or command.top_k_sample:
             raise Refused(NO_TOP_K)
+        if command.scores_rows:
+            raise Refused(NO_ROWS)
         if command.params.report_sampling_mask:
             raise Refused(NO_MASK)
         if command.seeded and not self.deterministic:

@@ -229,6 +229,86 @@ def test_a_saved_state_continues_bit_by_bit(client: tinker.ServiceClient, api: A
         client.create_training_client_from_state(path).result()
 
 
+def test_log_probs_of_other_tokens_of_the_prompt(
+    client: tinker.ServiceClient, api: ApiServer, work: Workspace
+) -> None:
+    """Of chosen tokens, dense and sparse, with the request's layout; of tokens drawn at each
+    position; and of the last positions only."""
+    row = [10, 20, 30, 40, 50]
+    prompt = types.ModelInput.from_ints(row)
+    expected = reference(work)(torch.tensor([row])).logits[0, :-1].log_softmax(-1).detach()
+    sampler = client.create_sampling_client(base_model=str(api.model)).result()
+    ids = torch.full((4, 24), -1)  # with fewer columns the SDK sends no sparse tensor
+    for i, j, token in ((0, 0, 7), (0, 2, 9), (2, 1, 41), (3, 23, 5)):
+        ids[i, j] = token
+    cells = torch.where(ids >= 0, expected.gather(1, ids.clamp(min=0)), 0.0)
+    params = types.SamplingParams(max_tokens=1, seed=4, temperature=0.5)
+    for sparse in (False, True):
+        targets = (
+            types.TensorData.from_torch_sparse(ids, pad_value=-1)
+            if sparse
+            else types.TensorData.from_torch(ids)
+        )
+        answer = sampler.sample(
+            prompt,
+            2,
+            params,
+            include_prompt_logprobs=True,
+            topk_prompt_logprobs=2,
+            target_prompt_logprobs=targets,
+            prompt_alt_tokens_k=300,
+            prompt_logprobs_last_n=2,
+        ).result()
+        found = answer.target_prompt_logprobs
+        assert (found.sparse_crow_indices is not None) == sparse
+        torch.testing.assert_close(found.to_torch(), cells, atol=1e-5, rtol=1e-5)
+        scored = answer.prompt_logprobs
+        assert scored[:3] == [None] * 3
+        assert scored[3:] == pytest.approx([float(expected[2, 40]), float(expected[3, 50])])
+        assert answer.topk_prompt_logprobs[:3] == [None] * 3
+        assert [len(each) for each in answer.topk_prompt_logprobs[3:]] == [2, 2]
+    drawn = answer.prompt_alt_tokens.tokens.to_torch()
+    assert drawn.shape == (4, 300)
+    torch.testing.assert_close(
+        answer.prompt_alt_tokens.logprobs.to_torch(),
+        expected.gather(1, drawn),
+        atol=1e-5,
+        rtol=1e-5,
+    )
+    probabilities = (expected / 0.5).softmax(-1)
+    for position in range(4):
+        top = int(probabilities[position].argmax())
+        share = float((drawn[position] == top).float().mean())
+        assert abs(share - float(probabilities[position, top])) < 0.15
+    again = sampler.sample(prompt, 1, params, prompt_alt_tokens_k=300).result()
+    assert torch.equal(again.prompt_alt_tokens.tokens.to_torch(), drawn), "by the request's seed"
+    greedy = types.SamplingParams(max_tokens=1, temperature=0.0)
+    likely = sampler.sample(prompt, 1, greedy, prompt_alt_tokens_k=2).result().prompt_alt_tokens
+    assert torch.equal(likely.tokens.to_torch(), expected.argmax(-1, keepdim=True).expand(-1, 2))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"prompt_logprobs_last_n": 3, "include_prompt_logprobs": True}, "last_n is 3, must be 1 to 2"),
+        ({"target_prompt_logprobs": [[1], [2], [3]]}, r"has shape \[3, 1\], must be \[2, K\]"),
+        ({"target_prompt_logprobs": [[1], [999]]}, "token 999 is outside the vocabulary"),
+        ({"target_prompt_logprobs": [[-1], [-1]]}, "names no token"),
+        ({"prompt_alt_tokens_k": 1025}, "prompt_alt_tokens_k is 1025"),
+    ],
+)  # fmt: skip
+def test_what_is_no_token_to_score(
+    client: tinker.ServiceClient, api: ApiServer, settings: dict[str, Any], message: str
+) -> None:
+    sampler = client.create_sampling_client(base_model=str(api.model)).result()
+    ids = settings.get("target_prompt_logprobs")
+    if ids is not None:
+        settings = {"target_prompt_logprobs": types.TensorData.from_torch(torch.tensor(ids))}
+    prompt = types.ModelInput.from_ints([1, 2, 3])
+    with pytest.raises(tinker.RequestFailedError, match=message):
+        sampler.sample(prompt, 1, types.SamplingParams(max_tokens=1), **settings).result()
+
+
 def test_inflight_weights_follow_their_model(client: tinker.ServiceClient, api: ApiServer) -> None:
     """A later inflight save reaches earlier sessions; snapshots in between do not; the weights are
     on disk once, and stay while a session uses them."""

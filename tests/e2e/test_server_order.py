@@ -416,7 +416,7 @@ def test_what_is_not_sampled_is_refused(api: ApiServer) -> None:
     prompt = types.ModelInput.from_ints([1, 2, 3])
     with pytest.raises(tinker.RequestFailedError, match="prompt_alt_tokens_k"):
         sampler.sample(
-            prompt, 1, types.SamplingParams(max_tokens=2), prompt_alt_tokens_k=1
+            prompt, 1, types.SamplingParams(max_tokens=2), prompt_alt_tokens_k=5000
         ).result()
     for bad, wording in (
         (types.ModelInput.from_ints([1, 99999]), "outside the vocabulary"),

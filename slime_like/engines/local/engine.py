@@ -241,10 +241,16 @@ class LocalEngine(RolloutEngine):
             Token ids (int64) and log-probs (float32), both [N - first, k], for positions `first` to
             N - 1, in descending order of probability.
         """
+        rows = self.log_prob_rows(tokens, first, temperature)
+        top = rows.topk(k, dim=-1)
+        return top.indices.cpu(), top.values.cpu()
+
+    @torch.inference_mode()
+    def log_prob_rows(self, tokens: Sequence[int], first: int, temperature: float) -> Tensor:
+        """Log-probs of all tokens, [N - first, V], on the device; arguments as `top_log_probs`."""
         ids = torch.tensor([list(tokens)], device=self._device)
         logits = self._model(input_ids=ids).logits[0, first - 1 : -1].float()
-        top = (logits / (temperature or 1.0)).log_softmax(-1).topk(k, dim=-1)
-        return top.indices.cpu(), top.values.cpu()
+        return (logits / (temperature or 1.0)).log_softmax(-1)
 
 
 def make_local_engine(context: EngineContext) -> LocalEngine:
