@@ -6,17 +6,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from slime_like.engines.base import GenerateOutput, GenerateRequest, SamplingParams
 from slime_like.engines.sglang.engine import SglangEngine
@@ -26,6 +22,13 @@ from slime_like.sglang.router import Router
 from slime_like.sglang.server_pool import HealthSettings, ServerPool
 from slime_like.weight_sync.settings import UpdateSettings
 from slime_like.weight_sync.updater import WeightUpdater
+from tests.real_servers import (
+    assert_versions_tell_the_weights,
+    in_background,
+    network,
+    wait_until,
+    weights,
+)
 from tests.sglang.conftest import Servers, running, slowed
 
 GREEDY = SamplingParams(temperature=0, max_new_tokens=12)
@@ -34,7 +37,6 @@ LONG = SamplingParams(
     max_new_tokens=400, ignore_end_tokens=True
 )  # with a pause of 0.05 s a token: 20 s
 REQUESTS = [GenerateRequest(i, (7, 20 + i, 30, 40, 8), seed=i) for i in range(12)]
-EXACT = 1e-4
 
 
 @contextlib.contextmanager
@@ -75,68 +77,6 @@ def engine_with(
         yield engine
     finally:
         engine.close()
-
-
-def weights(model: str, factor: float) -> Iterator[tuple[str, Tensor]]:
-    return iter(
-        (name, tensor * factor)
-        for name, tensor in load_file(Path(model) / "model.safetensors").items()
-    )
-
-
-def network(model: str, factor: float) -> torch.nn.Module:
-    found = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    found.load_state_dict(dict(weights(model, factor)), strict=False)
-    found.tie_weights()
-    return found
-
-
-def assert_versions_tell_the_weights(
-    requests: Sequence[GenerateRequest],
-    outputs: Sequence[GenerateOutput],
-    networks: dict[int, torch.nn.Module],
-) -> None:
-    """Every token has the log-prob of the network of its version, and versions never fall."""
-    for request, output in zip(requests, outputs, strict=True):
-        assert list(output.weight_versions) == sorted(output.weight_versions) and len(
-            output.tokens
-        ) == len(output.weight_versions)
-        ids = torch.tensor([[*request.prompt_tokens, *output.tokens]])
-        with torch.no_grad():
-            own = {
-                v: networks[v](ids).logits[0, len(request.prompt_tokens) - 1 : -1].log_softmax(-1)
-                for v in set(output.weight_versions)
-            }
-        for place, (token, version) in enumerate(
-            zip(output.tokens, output.weight_versions, strict=True)
-        ):
-            assert abs(output.log_probs[place] - float(own[version][place, token])) < EXACT, (
-                output.sample_id,
-                place,
-                version,
-            )
-
-
-@contextlib.contextmanager
-def in_background(
-    engine: SglangEngine, requests: Sequence[GenerateRequest], sampling: SamplingParams
-) -> Iterator[list[GenerateOutput]]:
-    """Outputs, which are there when the context ends."""
-    outputs: list[GenerateOutput] = []
-    thread = threading.Thread(
-        target=lambda: outputs.extend(engine.generate(requests, sampling)), daemon=True
-    )
-    thread.start()
-    yield outputs
-    thread.join(120)
-    assert not thread.is_alive(), "requests hang"
-
-
-def wait_until(condition: Callable[[], bool], what: str, seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"it did not happen within {seconds} s: {what}"
-        time.sleep(0.05)
 
 
 @pytest.mark.parametrize("transport", ["broadcast", "disk", "tensor"])

@@ -19,6 +19,13 @@ from slime_like.sglang.protocol import generation_body, read_generation
 from slime_like.sglang.router import Router
 from slime_like.sglang.server_api import Legal
 from slime_like.sglang.server_pool import HealthSettings, ServerPool
+from tests.real_servers import (
+    assert_versions_tell_the_weights,
+    in_background,
+    network,
+    wait_until,
+    weights,
+)
 from tests.sglang.conftest import (
     START_S,
     Servers,
@@ -28,18 +35,7 @@ from tests.sglang.conftest import (
     server_launch,
     slowed,
 )
-from tests.sglang.test_engine import (
-    GREEDY,
-    REQUESTS,
-    SAMPLING,
-    assert_versions_tell_the_weights,
-    engine_of,
-    engine_with,
-    in_background,
-    network,
-    wait_until,
-    weights,
-)
+from tests.sglang.test_engine import GREEDY, REQUESTS, SAMPLING, engine_of, engine_with
 
 FACTORS = {1: 1.0, 2: 1.1, 3: 1.2}  # of the weights of each version
 
