@@ -142,8 +142,11 @@ def _without_cpu_expert_kernels(model: Any) -> list[tuple[Any, Any]]:
 
     if not current_platform.is_cpu():
         return []
-    methods = [getattr(layer, "quant_method", None) for layer in model.modules()]
-    kernels = [(m, m.moe_kernel) for m in methods if getattr(m, "moe_kernel", None) is not None]
+    kernels: list[tuple[Any, Any]] = []
+    for layer in model.modules():
+        method: Any = getattr(layer, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            kernels.append((method, method.moe_kernel))
     for method, _ in kernels:
         method.moe_kernel = None
     return kernels

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from slime_like.sglang.api import SglangApi
+from slime_like.sglang.server_api import ServerCall
 from slime_like.weight_sync.transports import process_group
 from slime_like.weight_sync.transports.process_group import BroadcastFailed, BroadcastGroup, Member
 
@@ -66,15 +68,15 @@ def test_only_the_first_bucket_of_an_update_waits_for_refusals(
         def abandon(self) -> None:
             pass
 
-    def server(path: str, body: dict[str, object]) -> object:
-        if path == "/update_weights_from_distributed":
+    def server(call: ServerCall) -> object:
+        if call.path == "/update_weights_from_distributed":
             received.acquire()  # answers when it has the bucket
         return {"success": True}
 
     monkeypatch.setattr(process_group, "Member", lambda *words: Sender())
     monkeypatch.setattr(process_group, "REFUSAL_S", 1.0)
     rendezvous: Any = SimpleNamespace(address="", port=0, timeout_s=60, connect=lambda: None)
-    group = BroadcastGroup("group", rendezvous, [server], [1], torch.device("cpu"))
+    group = BroadcastGroup("group", rendezvous, SglangApi(), [server], [1], torch.device("cpu"))
     start = time.monotonic()
     for update in range(2):
         for bucket in range(4):
