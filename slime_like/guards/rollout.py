@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,13 @@ from torch import Tensor
 from slime_like.distributed.collectives import any_rank
 from slime_like.guards.finite import GuardError
 from slime_like.logs import warn_rank_0
-from slime_like.losses.mismatch import train_rollout_difference
+from slime_like.losses.mismatch import (
+    CONTEXT_BOUNDS,
+    RESPONSE_BOUNDS,
+    difference_by_place,
+    place_names,
+    train_rollout_difference,
+)
 from slime_like.samples.episodes import complete
 from slime_like.samples.index import AnySample
 from slime_like.types import NOT_SAMPLED, Sample, TrainSample
@@ -29,6 +35,10 @@ logger = logging.getLogger(__name__)
 # this far within the staleness bound trains on noise; one that did not has a broken engine.
 STALE_LIMIT = 1.0
 _DIFFERENCE = "rollout/train_rollout_log_prob_diff"
+# A difference grows with depth if the deepest part's mean is this many times the first part's, and
+# above this share of the limit, below which it is rounding.
+GROWTH = 4.0
+GROWTH_SHARE = 0.1
 RATIO_ERROR = 1.05  # mean of exp |log-prob difference|; NeMo-RL documents the same bound
 
 
@@ -129,7 +139,10 @@ class RolloutGuards:
             if not self.recorded:
                 masks = [m & fresh_tokens(s, weight_version) for m, s in zip(masks, sources)]
             metrics = _difference(old, local, masks, group)
+            by_place = _by_place(old, local, masks, group)
+            metrics |= by_place
             if not self.recorded:
+                warn_rank_0(logger, growth_warning(by_place, self.fresh.limit))
                 if metrics:
                     metrics["rollout/log_prob_gate_limit"] = self.fresh.limit
                 mean = metrics.get(f"{_DIFFERENCE}_mean", 0.0)
@@ -171,6 +184,38 @@ def _difference(
 ) -> dict[str, float]:
     rollout_log_probs = [require_rollout_log_probs(sample) for sample in local]
     return train_rollout_difference(old, rollout_log_probs, masks, group)
+
+
+def _by_place(
+    old: Sequence[Tensor],
+    local: Sequence[TrainSample],
+    masks: Sequence[Tensor],
+    group: dist.ProcessGroup,
+) -> dict[str, float]:
+    rollout_log_probs = [require_rollout_log_probs(sample) for sample in local]
+    prompt_lengths = [len(sample.tokens) - sample.response_length for sample in local]
+    return difference_by_place(old, rollout_log_probs, masks, prompt_lengths, group)
+
+
+def growth_warning(by_place: Mapping[str, float], limit: float) -> str | None:
+    """A warning if the log-prob difference grows with the depth of the context or along the
+    response: an engine that rounds, rotates or caches otherwise than the trainer drifts before its
+    mean is above the limit. limit: of the mean, in nats."""
+    for what, kind, bounds in (
+        ("the depth of the context", "context", CONTEXT_BOUNDS),
+        ("the position in the response", "response", RESPONSE_BOUNDS),
+    ):
+        names = [name for name in place_names(kind, bounds) if name in by_place]
+        if len(names) < 2:
+            continue
+        first = by_place[names[0]]
+        last = by_place[names[-1]]
+        if last > GROWTH * first and last > GROWTH_SHARE * limit:
+            return (
+                f"the log-prob difference between trainer and sampler grows with {what}: "
+                f"{first:.3g} in {names[0]}, {last:.3g} in {names[-1]}"
+            )
+    return None
 
 
 def require_rollout_log_probs(sample: TrainSample) -> Tensor:

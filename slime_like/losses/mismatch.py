@@ -247,3 +247,52 @@ def train_rollout_difference(
         }
     )
     return accumulator.reduce(group)
+
+
+# Bounds of the parts by which the difference is reported: tokens before a token, and tokens of the
+# response before it.
+CONTEXT_BOUNDS = (1024, 4096, 16384, 65536)
+RESPONSE_BOUNDS = (256, 1024, 4096, 16384)
+
+
+def difference_by_place(
+    old: Sequence[Tensor],
+    rollout: Sequence[Tensor],
+    masks: Sequence[Tensor],
+    prompt_lengths: Sequence[int],
+    group: dist.ProcessGroup | None,
+) -> dict[str, float]:
+    """Mean absolute log-prob difference between trainer and rollout engine, by the depth of a
+    token's context and by its position in the response, over the active tokens of all data-parallel
+    ranks. Parts without tokens are omitted, and so are the parts of a kind that has only one.
+
+    Args:
+        old, rollout: [R] per sample.
+        masks: [R] bool.
+        prompt_lengths: In tokens.
+        group: Data-parallel process group, or None.
+    """
+    difference = torch.cat([(o - m).abs() for o, m in zip(old, rollout)])
+    mask = torch.cat(list(masks))
+    response = torch.cat([torch.arange(o.numel(), device=o.device) for o in old])
+    starts = [torch.full_like(o, n, dtype=torch.int64) for o, n in zip(old, prompt_lengths)]
+    accumulator = MetricAccumulator()
+    for kind, place, bounds in (
+        ("context", response + torch.cat(starts), CONTEXT_BOUNDS),
+        ("response", response, RESPONSE_BOUNDS),
+    ):
+        part = torch.bucketize(place, torch.tensor(bounds, device=place.device), right=True)
+        for i, name in enumerate(place_names(kind, bounds)):
+            accumulator.add({name: masked_mean(difference, mask & (part == i))})
+    means = accumulator.reduce(group)
+    several: dict[str, float] = {}
+    for kind, bounds in (("context", CONTEXT_BOUNDS), ("response", RESPONSE_BOUNDS)):
+        found = {n: means[n] for n in place_names(kind, bounds) if n in means}
+        several |= found if len(found) > 1 else {}
+    return several
+
+
+def place_names(kind: str, bounds: Sequence[int]) -> list[str]:
+    """Metrics of the parts, from the first to the last."""
+    name = f"rollout/log_prob_diff_{kind}"
+    return [*(f"{name}_below_{bound}" for bound in bounds), f"{name}_from_{bounds[-1]}"]

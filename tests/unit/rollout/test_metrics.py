@@ -8,7 +8,8 @@ import math
 import pytest
 import torch
 
-from slime_like.losses.mismatch import train_rollout_difference
+from slime_like.guards.rollout import growth_warning
+from slime_like.losses.mismatch import difference_by_place, train_rollout_difference
 from slime_like.rollout.failures import failed_fraction, first_failure
 from slime_like.rollout.metrics import rollout_metrics
 from slime_like.types import Sample, SampleStatus
@@ -94,3 +95,40 @@ def test_log_probs_that_are_not_finite_are_not_hidden() -> None:
     )
     assert math.isnan(metrics["rollout/train_rollout_log_prob_diff_mean"])
     assert metrics["rollout/log_probs_nonfinite"] == 0.5
+
+
+def test_the_difference_by_depth_of_context_and_by_position() -> None:
+    """A prompt of 1,000 tokens: the response's tokens from the 24th on are beyond 1,024."""
+    old = [torch.zeros(300), torch.zeros(10)]
+    rollout = [torch.full((300,), 0.1), torch.full((10,), 0.1)]
+    rollout[0][24:] = 0.5
+    masks = [torch.ones(300, dtype=torch.bool), torch.ones(10, dtype=torch.bool)]
+    masks[0][299] = False
+    found = difference_by_place(old, rollout, masks, [1000, 5], None)
+    assert found == pytest.approx(
+        {
+            "rollout/log_prob_diff_context_below_1024": 0.1,
+            "rollout/log_prob_diff_context_below_4096": 0.5,
+            "rollout/log_prob_diff_response_below_256": (34 * 0.1 + 232 * 0.5) / 266,
+            "rollout/log_prob_diff_response_below_1024": 0.5,
+        },
+        rel=1e-5,
+    )
+    assert difference_by_place(old[1:], rollout[1:], masks[1:], [5], None) == {}
+
+
+def test_a_difference_that_grows_is_a_warning() -> None:
+    grows = {
+        "rollout/log_prob_diff_context_below_1024": 0.001,
+        "rollout/log_prob_diff_context_below_4096": 0.002,
+        "rollout/log_prob_diff_context_from_65536": 0.05,
+    }
+    warning = growth_warning(grows, 0.1)
+    assert warning is not None and "grows with the depth of the context: 0.001 in" in warning
+    assert growth_warning(grows, 10.0) is None, "rounding"
+    assert growth_warning({name: 0.05 for name in grows}, 0.1) is None
+    along = {
+        "rollout/log_prob_diff_response_below_256": 0.0,
+        "rollout/log_prob_diff_response_from_16384": 0.02,
+    }
+    assert "the position in the response" in str(growth_warning(along, 0.1))
