@@ -101,6 +101,17 @@ def check_attention_backend(s: Settings) -> list[Problem]:
     return problem("attention_backend", backend, message)
 
 
+def check_fused_activation(s: Settings) -> list[Problem]:
+    """megatron-core's fused SwiGLU ignores the clamp of GLM-5.3's activations."""
+    if not s.core.get("bias_activation_fusion") or s.core.get("activation_func") == "quick_gelu":
+        return []
+    limit = s.core.get("activation_func_clamp_value")
+    if limit is None:
+        return []
+    message = f"would not clamp this model's activations (swiglu_limit {limit:g}); remove it"
+    return problem("bias_activation_fusion", True, message)
+
+
 def check_model_base(s: Settings) -> list[Problem]:
     """The installed megatron-core has the class, and the class takes the settings."""
     base = s.gpt.model_base
@@ -148,6 +159,7 @@ NETWORK_RULES: tuple[Rule, ...] = (
     check_hf_checkpoint,
     check_mtp_layers,
     check_transformer_engine,
+    check_fused_activation,
     check_local_layers,
     check_attention_backend,
     check_model_base,

@@ -251,6 +251,17 @@ def test_defaults_follow_the_machine(
     assert fusions["apply_rope_fusion"] == rope and not fusions["gradient_accumulation_fusion"]
 
 
+@pytest.mark.parametrize(("activation", "fused"), [("silu", False), ("quick_gelu", True)])
+def test_a_fused_activation_is_clamped(activation: str, fused: bool) -> None:
+    """megatron-core's fused SwiGLU ignores the limit, its fused quick GELU does not."""
+    values = {"activation_func": activation, "gated_linear_unit": True}
+    machine = Machine(cuda=True, transformer_engine=True, gradient_fusion=False)
+    for limit, expected in ((7.0, fused), (None, True)):
+        given = {**values, "activation_func_clamp_value": limit}
+        build = Build(given, ParallelConfig(), None, "transformer_engine", True, machine)
+        assert _fusions(build)["bias_activation_fusion"] == expected
+
+
 def without_checkpoint(folder: Path, *more: str) -> list[str]:
     return complete(
         folder,

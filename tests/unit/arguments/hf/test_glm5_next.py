@@ -173,6 +173,13 @@ def test_modules_with_adapters(tmp_path: Path) -> None:
     assert "w1" not in words
 
 
+def test_a_fused_activation_would_not_be_clamped(tmp_path: Path) -> None:
+    argv = complete(tmp_path, "--bias-activation-fusion")
+    write(tmp_path / "hf", **SAVED)
+    (message,) = [p.message for p in problems_of(argv, 1) if "bias-activation" in p.flag]
+    assert message == "would not clamp this model's activations (swiglu_limit 10); remove it"
+
+
 def test_images_are_refused(tmp_path: Path) -> None:
     argv = complete(tmp_path, "--multimodal-keys", '{"image": "images"}')
     write(tmp_path / "hf", **SAVED)
