@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from benchmarks.parity.ranks import run_ranks
+from scripts.make_tiny_model import make_tiny_model
 from tests.dist.test_convert import MODELS, SIZES
 from tests.dist.test_convert_moe import make_models
 
@@ -25,6 +26,8 @@ CASES: dict[int, dict[str, tuple[str, str]]] = {
         "experts and dense layers": ("qwen3-moe-dense-layers", ""),
         "latent attention": ("deepseek-v3", "--use-distributed-optimizer"),
         "sparse attention": ("deepseek-v32", ""),
+        "residual streams": ("glm5", ""),
+        "gated streams": ("qwen4", ""),
     },
     2: {
         "DP2": (DENSE, "--use-distributed-optimizer"),
@@ -49,7 +52,11 @@ FUSED = {
     ],
     "deepseek-v3": LATENT,
     "deepseek-v32": LATENT,
+    "glm5": LATENT,
+    "qwen4": ["experts.linear_fc1.weight0"],  # its blocks begin with no norm
 }
+# of models of scripts/make_tiny_model.py
+TINY = {"glm5": "Glm5NextForConditionalGeneration", "qwen4": "Qwen4ExpForConditionalGeneration"}
 
 
 @pytest.fixture(scope="module")
@@ -63,9 +70,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         **{**SIZES, **settings, "num_key_value_heads": 2}
     )
     getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(root / DENSE)
+    for name, architecture in TINY.items():
+        make_tiny_model(architecture, root / name)
     return {
-        **make_models(root, [name for name in FUSED if name != DENSE]),
-        DENSE: str(root / DENSE),
+        **make_models(root, [name for name in FUSED if name != DENSE and name not in TINY]),
+        **{name: str(root / name) for name in (DENSE, *TINY)},
     }
 
 

@@ -55,9 +55,11 @@ class RMSNorm(nn.Module):
         params_dtype: torch.dtype,
         sequence_parallel: bool = False,
         hidden_size: int | None = None,
+        zero_centered_gamma: bool = False,
         **others: Any,
     ) -> None:
         super().__init__()
+        self.offset = float(zero_centered_gamma)
         hidden_size = normalized_shape or hidden_size
         assert hidden_size is not None
         self.eps = eps
@@ -65,7 +67,7 @@ class RMSNorm(nn.Module):
         self.weight.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, rows: Tensor) -> Tensor:
-        return F.rms_norm(rows, self.weight.shape, self.weight, self.eps)
+        return F.rms_norm(rows, self.weight.shape, self.weight + self.offset, self.eps)
 
 
 class LayerNorm(RMSNorm):
