@@ -83,7 +83,7 @@ def tiny_settings(family: ModelFamily, **changes: Any) -> dict[str, Any]:
         return settings
     vision = settings.pop("vision_config")
     if "image_token_id" in settings and "rope_parameters" not in changes:
-        settings["rope_parameters"] = rope_of_images(settings)
+        settings["rope_parameters"] = rope_of_images(family, settings)
     of_images = {key: settings.pop(key) for key in IMAGE_KEYS if key in settings}
     tied = bool(settings["tie_word_embeddings"])
     return {
@@ -105,13 +105,17 @@ def image_settings(family: ModelFamily, tokenizer: Any) -> dict[str, Any]:
     return ids | {"vision_config": tower}
 
 
-def rope_of_images(settings: dict[str, Any]) -> dict[str, Any]:
+def rope_of_images(family: ModelFamily, settings: dict[str, Any]) -> dict[str, Any]:
     """Rotary embeddings of a head, with their angles spread over time, height and width."""
     rope = {"rope_type": "default", "rope_theta": 10000.0, **settings.get("rope_parameters", {})}
     size = settings.get("head_dim") or settings["hidden_size"] // settings["num_attention_heads"]
     share = rope.get("partial_rotary_factor", settings.get("partial_rotary_factor", 1.0))
     pairs = int(size * share) // 2
-    return {**rope, "mrope_section": [pairs - 2 * (pairs // 3), pairs // 3, pairs // 3]}
+    rope["mrope_section"] = [pairs - 2 * (pairs // 3), pairs // 3, pairs // 3]
+    axes = getattr(family.vision, "axes", None)
+    if axes is not None and axes.interleaved:  # SGLang asks the file, transformers the family
+        rope["mrope_interleaved"] = True
+    return rope
 
 
 def takes_whole_images(family: ModelFamily) -> bool:

@@ -16,7 +16,7 @@ import pickle
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -506,6 +506,8 @@ def engine_of(
     joined_by_router: bool = False,
     keep_copy: bool = True,
     delta: Mapping[str, Any] | None = None,
+    check_updates: bool = False,
+    left_out: Sequence[str] = (),
     api: ServerApi | None = None,
 ) -> Iterator[SglangEngine]:
     """An engine that asks `servers`;
@@ -547,7 +549,8 @@ def engine_of(
         updater,
         requests,
         model,
-        check_updates=False,
+        check_updates=check_updates,
+        left_out=left_out,
         colocated=colocated,
         routed_experts=routed_experts,
     )

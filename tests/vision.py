@@ -13,6 +13,7 @@ from PIL import Image
 from arguments.hf.model import read_hf_model
 from arguments.hf.vision import read_vision
 from slime_like.cli.tiny_model import IMAGE, make_tokenizer, save_image_processor
+from slime_like.images.encoded import EncodedImage
 from slime_like.images.files import DEFAULT_LIMITS, ImageLimits
 from slime_like.images.processor import ImageProcessor
 from slime_like.images.rows import PlaceholderRule
@@ -28,6 +29,13 @@ def picture(
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, kind, **options)
     return file.getvalue()
+
+
+def turned(height: int = 16, width: int = 24) -> EncodedImage:
+    """A JPEG that a camera has turned by a quarter; both sizes are of the image as it is seen."""
+    tag = Image.Exif()
+    tag[0x0112] = 6
+    return EncodedImage(picture(0, width, height, "JPEG", exif=tag.tobytes()))
 
 
 def processor_folder(folder: Path) -> tuple[Any, str]:

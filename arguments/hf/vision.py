@@ -81,6 +81,12 @@ def _sections(where: str, text: dict[str, Any], hf: HfModel, axes: RotaryAxes) -
             f"config.json: mrope_section {list(sections)} has {sum(sections)} angles of a head's "
             f"{pairs:g}",
         )
+    if rope.get("mrope_interleaved", axes.interleaved) != axes.interleaved:
+        raise _refusal(
+            where,
+            f"config.json: mrope_interleaved {rope['mrope_interleaved']!r} is not how "
+            f"{hf.architecture} has its axes",
+        )
     scaled = hf.gpt["use_rope_scaling"] or hf.gpt["rotary_seq_len_interpolation_factor"]
     if hf.gpt["position_embedding_type"] not in ("rope", "yarn") or scaled:
         raise _refusal(

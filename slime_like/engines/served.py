@@ -7,6 +7,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -41,6 +42,7 @@ class ServedEngine(RolloutEngine):
 
     Args:
         pool, updater: On rank 0, None elsewhere.
+        left_out: Parts of the names of weights that updates leave as servers have loaded them.
         routed_experts: Format of routed experts, None for a dense model.
         agent: On the first rank of every other node, the agent of its servers.
     """
@@ -53,6 +55,7 @@ class ServedEngine(RolloutEngine):
         hf_checkpoint: str,
         *,
         check_updates: bool,
+        left_out: Sequence[str] = (),
         colocated: bool = False,
         routed_experts: RoutesFormat | None = None,
         agent: NodeAgent | None = None,
@@ -66,6 +69,7 @@ class ServedEngine(RolloutEngine):
             self._bucket_bytes = updater.servers.settings.buffer_bytes
         self._hf_checkpoint = hf_checkpoint
         self._check_updates = check_updates
+        self._left_out = list(left_out)
         self._memory = ColocatedMemory(pool) if colocated else None
         self._settings = requests
         self._vocab_size = vocabulary_size(hf_checkpoint)
@@ -155,7 +159,10 @@ class ServedEngine(RolloutEngine):
         self._pause_servers()
         first = not self._metrics
         if first and self._check_updates:
-            self._call_all(self.pool.api.noise)
+            noise = self.pool.api.noise
+            if self._left_out:
+                noise = replace(noise, body={**noise.body, "skip_tensor_list": self._left_out})
+            self._call_all(noise)
         try:
             sent = self._updater.update(ranks, version)
         except UpdateIncomplete as incomplete:

@@ -124,21 +124,32 @@ def as_image(value: object) -> EncodedImage:
     return encode(value)  # type: ignore[arg-type]
 
 
-def upright(image: EncodedImage, limits: ImageLimits) -> EncodedImage:
-    """The image itself, or a new file of its RGB pixels if it has an orientation or transparent
-    pixels."""
+def exact(
+    image: EncodedImage, size: tuple[int, int], resample: int, limits: ImageLimits
+) -> EncodedImage:
+    """A PNG file of the image's RGB pixels with this height and width: the image itself if it is
+    one. Raises ImageProblem.
+
+    Args:
+        resample: Pillow's filter.
+    """
+    height, width = size
     opened = _open(io.BytesIO(image.data), limits)
-    if _orientation(opened) == 1 and not _is_transparent(opened):
+    plain = opened.format == "PNG" and not _is_transparent(opened)
+    if plain and opened.size == (width, height):
         return image
-    return encode(decode(image, limits))
+    pixels = decode(image, limits)
+    if pixels.size != (width, height):
+        pixels = pixels.resize((width, height), resample=resample)
+    return encode(pixels, compress_level=1)
 
 
-def encode(image: Image) -> EncodedImage:
-    """An image of Pillow's as a PNG file. Raises ImageProblem."""
+def encode(image: Image, **options: int) -> EncodedImage:
+    """An image of Pillow's as a PNG file. options: of Pillow. Raises ImageProblem."""
     file = io.BytesIO()
     if not hasattr(image, "save"):
         raise ImageProblem(f"a {type(image).__name__} is no image of PIL")
-    image.save(file, "PNG")
+    image.save(file, "PNG", **options)
     return EncodedImage(file.getvalue())
 
 

@@ -21,7 +21,7 @@ from slime_like.images.files import (
     ImageLimits,
     ImageProblem,
     decode,
-    upright,
+    exact,
 )
 from slime_like.images.inputs import ImageInputs, concatenate
 from slime_like.images.rows import PlaceholderRule, feature_counts
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 SETTINGS_FILES = ("preprocessor_config.json", "processor_config.json")
 _CACHE_BYTES = 2**30  # of pixels, per process
+_SERVED_BYTES = 2**28  # of files for engines
 _REMEDY = "copy the model's files into it"
 
 
@@ -68,6 +69,9 @@ class ImageProcessor:
         self._written = written
         self._cache_bytes = cache_bytes
         self._cached: OrderedDict[tuple[str, ...], ImageInputs] = OrderedDict()
+        self._served: OrderedDict[str, EncodedImage] = (
+            OrderedDict()
+        )  # by the digest of the original
         self._lock = threading.Lock()  # generation and training may be two threads
 
     @classmethod
@@ -172,9 +176,32 @@ class ImageProcessor:
         return collapsed
 
     def served(self, image: EncodedImage) -> EncodedImage:
-        """The image for an engine that decodes it by itself: upright and opaque, since programs
-        differ in what they make of EXIF tags and transparency. Most images stay as they are."""
-        return upright(image, self.limits)
+        """The image for an engine that decodes it by itself, as a PNG file of the pixels that this
+        processor sees before it makes numbers of them. Programs differ in how they decode a JPEG,
+        turn, fill and resize an image, and have nothing left to do with this one. The last ones
+        stay in memory."""
+        with self._lock:
+            if image.digest in self._served:
+                self._served.move_to_end(image.digest)
+                return self._served[image.digest]
+        made = exact(image, self._seen_size(image), self._processor.resample, self.limits)
+        with self._lock:
+            self._served[image.digest] = made
+            while (
+                len(self._served) > 1
+                and sum(len(i.data) for i in self._served.values()) > _SERVED_BYTES
+            ):
+                self._served.popitem(last=False)
+        return made
+
+    def _seen_size(self, image: EncodedImage) -> tuple[int, int]:
+        """Height and width in pixels of what the tower sees."""
+        grids = self.inputs([image]).grids
+        if grids is None:
+            size = self._processor.size
+            return int(size["height"]), int(size["width"])
+        _, rows, columns = grids[0].tolist()
+        return rows * self._processor.patch_size, columns * self._processor.patch_size
 
     def token_counts(self, images: Sequence[EncodedImage]) -> list[int]:
         """The number of placeholders of each image."""

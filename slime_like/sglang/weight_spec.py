@@ -8,6 +8,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+from arguments.hf.model import read_hf_model
 from slime_like.errors import RunError
 from slime_like.text import list_names
 from slime_like.weights.safetensors_reader import stored_tensors
@@ -39,15 +40,23 @@ def vocabulary_size(folder: str) -> int:
 
 def compare_with_checkpoint(sent: Mapping[str, tuple[int, ...]], folder: str) -> None:
     """Raise RunError naming missing and unknown weights and wrong shapes. A tied output layer may
-    be present on either side."""
+    be present on either side, and of what no run or not this one trains, as a vision tower, all may
+    be missing."""
     expected = checkpoint_shapes(folder)
     if not expected:
         return
     tied = {"lm_head.weight"}
+    left_out = tuple(
+        prefix
+        for prefix in read_hf_model(folder).untrained_prefixes
+        if not any(n.startswith(prefix) for n in sent)
+    )
     missing = [
         n
         for n in expected.keys() - sent.keys() - tied
-        if not any(part in n for part in OPTIONAL_PARTS) and not _is_extra_layer(n, sent)
+        if not n.startswith(left_out)
+        and not any(part in n for part in OPTIONAL_PARTS)
+        and not _is_extra_layer(n, sent)
     ]
     problems = {
         "missing": sorted(missing),

@@ -5,9 +5,10 @@ test-sglang` runs. They are started once: a test leaves them as it found them, b
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ import httpx
 import psutil
 import pytest
 
+from scripts.make_tiny_model import make_tiny_model
+from slime_like.engines.sglang.factory import NO_FEATURE_CACHE
 from slime_like.sglang.processes import (
     CPU_SETTINGS,
     Launch,
@@ -27,6 +30,7 @@ from slime_like.sglang.processes import (
 from tests.e2e.helpers import Workspace, make_expert_model
 from tests.e2e.programs import ROOT, TrainServer
 from tests.own_environment import demo, mark_tests_beside
+from tests.vision import picture
 
 __all__ = ("demo",)  # a fixture
 
@@ -76,7 +80,9 @@ class Servers:
         return ["--rollout-external-engine-addrs", *self.addresses, "--no-sglang-router"]
 
 
-def server_launch(model: Path, port: int, log: Path, **more: Any) -> Launch:
+def server_launch(
+    model: Path, port: int, log: Path, variables: Mapping[str, str] | None = None, **more: Any
+) -> Launch:
     settings = {
         **CPU_SETTINGS,
         "model_path": str(model),
@@ -85,7 +91,7 @@ def server_launch(model: Path, port: int, log: Path, **more: Any) -> Launch:
         "dtype": "float32",
         "max_running_requests": 16,
     }
-    return Launch(server_command(PYTHON, settings | more), log)
+    return Launch(server_command(PYTHON, settings | more), log, variables or {})
 
 
 def router_launch(port: int, log: Path) -> Launch:
@@ -139,13 +145,42 @@ def expert_servers(
         yield found
 
 
+@pytest.fixture(scope="session")
+def seeing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that takes pictures, in `model`, and rows with none, one or two, in `rows.jsonl`."""
+    folder = tmp_path_factory.mktemp("seeing")
+    make_tiny_model("Qwen3-VL", folder / "model", images=True)
+    rows = []
+    for number in range(16):
+        names = []
+        for own in range(number % 3):
+            path = folder / f"{number}_{own}.png"
+            path.write_bytes(picture(10 * number + own, 16 + 8 * own, 24))
+            names.append(path.name)
+        text = "<image>" * len(names) + f"what is {number}?"
+        rows.append({"messages": text, "images": names, "answer": "red"})
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def seeing_servers(seeing: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    """Two with this model, that keep no features of images: those of $SGLANG_SEEING_SERVERS, or two
+    that are started."""
+    logs = tmp_path_factory.mktemp("seeing_servers")
+    with two_servers(
+        "SGLANG_SEEING_SERVERS", seeing / "model", logs, variables=NO_FEATURE_CACHE
+    ) as found:
+        yield found
+
+
 @contextlib.contextmanager
 def two_servers(variable: str, model: Path, logs: Path, **more: Any) -> Iterator[Servers]:
     """With a router.
 
     Args:
         variable: Of the environment, which may name some that run.
-        more: Settings of a server.
+        more: Of `server_launch`.
     """
     if os.environ.get(variable):
         first, second, router = os.environ[variable].split()
@@ -175,10 +210,11 @@ def programs() -> Iterator[TrainServer]:
         yield server
 
 
-def give_own_weights(servers: Servers, model: Path) -> None:
+def give_own_weights(servers: Servers, model: Path, version: str = "own") -> None:
     """The servers have the weights of this folder again, whatever a run gave them."""
     for url in servers.urls:
-        body = {"model_path": str(model), "weight_version": "own", "flush_cache": True}
+        httpx.post(f"{url}/continue_generation", json={}, timeout=60).raise_for_status()
+        body = {"model_path": str(model), "weight_version": version, "flush_cache": True}
         httpx.post(f"{url}/update_weights_from_disk", json=body, timeout=120).raise_for_status()
 
 

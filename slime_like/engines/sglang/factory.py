@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from arguments.hf.model import read_hf_model
 from arguments.hf.moe import moe_layers
 from arguments.run_config import RunConfig
 from arguments.schema import SglangConfig
@@ -22,6 +23,7 @@ from slime_like.engines.serving_factory import (
 )
 from slime_like.engines.sglang.engine import SglangEngine
 from slime_like.errors import RunError
+from slime_like.images.settings import VisionFamily
 from slime_like.sglang.api import SglangApi
 from slime_like.sglang.http import CONTROL_S, RequestFailed
 from slime_like.sglang.launches import ServerProgram, Slot
@@ -38,9 +40,13 @@ from slime_like.sglang.router import Router
 from slime_like.sglang.server_pool import ServerPool
 from slime_like.weight_sync.transports.handles import without_broken_handles
 from slime_like.weight_sync.updater import WeightUpdater
+from slime_like.weights.families import model_families
 
 logger = logging.getLogger(__name__)
 ROUTES_SETTING = "enable_return_routed_experts"  # server argument
+# Servers keep the features of images that they have seen, and no update of weights drops them.
+NO_FEATURE_CACHE = {"SGLANG_VLM_CACHE_SIZE_MB": "0"}
+AXES = "rotary_emb.axis_map"
 
 
 def make_sglang_engine(context: EngineContext) -> SglangEngine:
@@ -67,6 +73,7 @@ def make_sglang_engine(context: EngineContext) -> SglangEngine:
         replace(request_settings(config.sglang), images=context.image_processor),
         model,
         check_updates=config.sglang.check_weight_update_equal,
+        left_out=left_out(config),
         colocated=bool(config.sglang.offload_rollout),
         routed_experts=routes_format(config),
         agent=agent,
@@ -82,6 +89,7 @@ class SglangProgram(ServerProgram):
     memory_saver: bool = False
     reports_routed_experts: bool = False
     overrides: Mapping[str, object] = field(default_factory=dict)  # the user's --sglang flags
+    tower: str | None = None  # of a run with images: "frozen" or "trained"
 
     def command(self, slot: Slot) -> tuple[str, ...]:
         settings: dict[str, object] = {}
@@ -102,7 +110,13 @@ class SglangProgram(ServerProgram):
             settings["node_rank"] = slot.node_rank
         if self.reports_routed_experts:
             settings[ROUTES_SETTING] = True
+        if self.tower == "frozen" and settings.get("enable_memory_saver"):
+            # updates would not bring back the part that they leave out
+            settings["enable_weights_cpu_backup"] = True
         return server_command(self.python, settings)
+
+    def environment(self, slot: Slot) -> Mapping[str, str]:
+        return NO_FEATURE_CACHE if self.tower == "trained" else {}
 
 
 class SglangKind(ServerKind):
@@ -110,6 +124,7 @@ class SglangKind(ServerKind):
 
     def program(self, config: RunConfig, device: torch.device) -> SglangProgram:
         assert config.model.hf_checkpoint is not None, "checked on the command line"
+        vision = config.gpt.vision
         return SglangProgram(
             interpreter(config.sglang.sglang_python),
             config.model.hf_checkpoint,
@@ -118,14 +133,35 @@ class SglangKind(ServerKind):
             bool(config.sglang.offload_rollout),
             config.rollout.use_rollout_routing_replay,
             config.sglang.sglang_server_flags or {},
+            None if vision is None else "trained" if vision.trained else "frozen",
         )
 
     def router(self, config: SglangConfig, logs: Path) -> Router | None:
         return make_router(config, logs)
 
     def check(self, config: RunConfig, pool: ServerPool) -> None:
+        if config.model.train_vision_tower and config.sglang.rollout_num_gpus is None:
+            ((variable, value),) = NO_FEATURE_CACHE.items()
+            logger.warning(
+                "servers that others started must have %s=%s in their environment: with "
+                "--train-vision-tower they would keep features of images of older weights",
+                variable,
+                value,
+            )
         if config.rollout.use_rollout_routing_replay:
             require_routed_experts(pool)
+
+
+def left_out(config: RunConfig) -> tuple[str, ...]:
+    """Parts of the names of weights that updates leave as the servers have loaded them: of a model
+    that sees, SGLang's table of rotary axes, and the vision tower, unless it is trained."""
+    hf = read_hf_model(str(config.model.hf_checkpoint))
+    family = model_families.get(hf.architecture).vision
+    if not isinstance(family, VisionFamily):
+        return ()
+    if config.gpt.vision is not None and config.gpt.vision.trained:
+        return (AXES,)
+    return (AXES, *(f"{module}." for module, _ in family.modules))
 
 
 def routes_format(config: RunConfig) -> RoutesFormat | None:

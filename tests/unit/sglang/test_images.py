@@ -7,30 +7,34 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
-from transformers import AutoTokenizer
 
-from scripts.make_tiny_model import make_tiny_model
+from arguments.parse import parse_args
 from slime_like.engines.base import SamplingParams
-from slime_like.engines.local.engine import LocalEngine
+from slime_like.engines.sglang.engine import SglangEngine
+from slime_like.engines.sglang.factory import left_out, served_model
+from slime_like.errors import RunError
 from slime_like.images.encoded import EncodedImage
-from slime_like.images.files import decode, encode
+from slime_like.images.files import encode
+from slime_like.sglang.launches import engine_launches
+from slime_like.sglang.nodes import find_nodes
 from slime_like.sglang.protocol import generation_body
+from slime_like.sglang.weight_spec import checkpoint_shapes, compare_with_checkpoint
 from tests.fake_sglang import FakeServer, changed, engine_of
-from tests.unit.engines.local.test_images import IMAGES, Served
-from tests.vision import picture, processor_of
+from tests.unit.command_lines import complete
+from tests.unit.engines.local.test_images import IMAGES, served
+from tests.vision import picture, turned
 
 GREEDY = SamplingParams(temperature=0.0, max_new_tokens=5, ignore_end_tokens=True)
 
 
 @pytest.fixture(scope="module")
 def qwen(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("qwen")
-    model = make_tiny_model("Qwen3-VL", folder, images=True)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    processor = processor_of(folder, tokenizer)
-    return Served(
-        model, folder, processor, tokenizer, LocalEngine(str(folder), tokenizer, images=processor)
-    )
+    return served(tmp_path_factory.mktemp("qwen"), "Qwen3-VL")
+
+
+@pytest.fixture(scope="module", params=["Qwen3-VL", "GLM-4.1V-9B", "gemma-3-4b"])
+def seeing(request, tmp_path_factory):
+    return served(tmp_path_factory.mktemp("seeing"), request.param)
 
 
 def test_the_body_has_one_placeholder_for_each_image(qwen):
@@ -64,29 +68,31 @@ def transparent():
     return encode(pixels)
 
 
-@pytest.mark.parametrize("kind", ["turned", "transparent"])
-def test_servers_get_pixels_that_need_no_interpretation(qwen, kind):
-    tag = Image.Exif()
-    tag[0x0112] = 6
-    image = (
-        EncodedImage(picture(0, 16, 24, "JPEG", exif=tag.tobytes()))
-        if kind == "turned"
-        else transparent()
-    )
-    served = qwen.processor.served(image)
-    limits = qwen.processor.limits
-    assert served != image and served.kind == "png"
-    assert decode(served, limits).tobytes() == decode(image, limits).tobytes()
-    assert torch.equal(
-        qwen.processor.inputs([served]).pixels, qwen.processor.inputs([image]).pixels
-    )
+FILES = {
+    "turned": turned(),
+    "transparent": transparent(),
+    "larger": EncodedImage(picture(0, 37, 50)),
+    "smaller": EncodedImage(picture(0, 5, 9)),
+    "jpeg": EncodedImage(picture(0, 16, 24, "JPEG")),
+}
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_servers_get_the_pixels_that_the_trainer_sees(seeing, kind):
+    """A PNG file, of which the processor makes bit-equal inputs, with no more work on it."""
+    processor = seeing.processor
+    served = processor.served(FILES[kind])
+    assert served.kind == "png" and served != FILES[kind]
+    assert torch.equal(processor.inputs([served]).pixels, processor.inputs([FILES[kind]]).pixels)
+    assert processor.served(served) == served
+    assert processor.served(FILES[kind]) is served  # made once
+
+
+def test_a_png_of_the_right_size_is_sent_as_it_is(qwen):
     assert qwen.processor.served(IMAGES[0]) is IMAGES[0]
 
 
 def test_a_server_answers_as_the_local_engine(qwen):
-    from safetensors.torch import load_file
-
-    qwen.engine.update_weights(iter(load_file(qwen.folder / "model.safetensors").items()), 1)
     requests = qwen.requests()
     expected = qwen.engine.generate(requests, GREEDY)
     with FakeServer(str(qwen.folder)) as server, engine_of(str(qwen.folder), [server]) as engine:
@@ -109,3 +115,67 @@ def test_a_server_that_reads_another_prompt_is_found(qwen, fault):
         server.faults = [changed(change)] * 3
         (output,) = engine.generate([qwen.request(0, "a", [0])], GREEDY)
         assert output.finish_reason == "abort" and words in output.failure
+
+
+def parsed(folder, *more):
+    line = complete(
+        folder,
+        *("--apply-chat-template", "--multimodal-keys", '{"image": "images"}', *more),
+        without=("--hf-checkpoint",),
+    )
+    return parse_args(["--hf-checkpoint", str(folder / "model"), *line], 1)
+
+
+@pytest.mark.parametrize("tower", ["frozen", "trained"])
+def test_what_servers_keep_of_a_tower(qwen, tmp_path, tower):
+    """Updates leave a frozen one out: nothing but the server itself can keep it. Of a trained one
+    no features may be kept."""
+    (tmp_path / "model").symlink_to(qwen.folder)
+    config = parsed(tmp_path, *(["--train-vision-tower"] if tower == "trained" else []))
+    sglang = dataclasses.replace(
+        config.sglang, rollout_num_gpus=1, sglang_python="python", offload_rollout=True
+    )
+    model = served_model(config)
+    for device, frozen in (("cpu", False), ("cuda", tower == "frozen")):
+        where = torch.device(device)
+        nodes = find_nodes(1, torch.device("cpu"))
+        ((part,),) = engine_launches(sglang, model, nodes, device=where, logs=tmp_path)
+        command = part.launch.command
+        assert ("SGLANG_VLM_CACHE_SIZE_MB=0" in command) == (tower == "trained")
+        assert ("--enable-weights-cpu-backup" in command) == frozen
+    axes = "rotary_emb.axis_map"
+    assert left_out(config) == ((axes, "visual.") if tower == "frozen" else (axes,))
+    assert left_out(parse_args(complete(tmp_path), 1)) == ()
+
+
+def test_noise_leaves_out_what_no_update_brings_back(qwen, monkeypatch):
+    bodies = []
+    call_all = SglangEngine._call_all
+
+    def record(self, path, body):
+        if path == "/weights_checker":
+            return bodies.append(dict(body))
+        return call_all(self, path, body)
+
+    monkeypatch.setattr(SglangEngine, "_call_all", record)
+    with FakeServer(str(qwen.folder)) as server:
+        for names in ((), ("visual.",)):
+            with engine_of(str(qwen.folder), [server], check_updates=True, left_out=names):
+                pass
+    noise = {"action": "reset_tensors"}
+    assert bodies == [noise, noise | {"skip_tensor_list": ["visual."]}]
+
+
+def test_updates_have_a_whole_tower_or_none_of_it(qwen):
+    folder = str(qwen.folder)
+    every = checkpoint_shapes(folder)
+    text = {name: shape for name, shape in every.items() if not name.startswith("model.visual.")}
+    assert len(text) < len(every)
+    compare_with_checkpoint(every, folder)
+    compare_with_checkpoint(text, folder)
+    lost = next(name for name in every if name not in text)
+    for sent in (every, text):
+        missing = lost if sent is every else next(n for n in text if "norm" in n)
+        part = {name: shape for name, shape in sent.items() if name != missing}
+        with pytest.raises(RunError, match=f"missing: {missing}"):
+            compare_with_checkpoint(part, folder)

@@ -19,6 +19,16 @@ if not torch.cuda.is_available():
         cudaHostRegister=lambda *memory: 0, cudaHostUnregister=lambda *memory: 0
     )
 
+# Operators of SGLang's own CPU build, which its hybrid models look up when they are imported. The
+# processor of Qwen's images imports these models; without a body they cannot be called either.
+for _name in (
+    "fused_sigmoid_mul_cpu",
+    "fused_qk_gemma_rmsnorm_cpu",
+    "fused_qk_gemma_rmsnorm_with_gate_cpu",
+    "fused_qkvzba_split_reshape_cat_contiguous_cpu",
+):
+    torch.library.define(f"sgl_kernel::{_name}", "(Tensor x) -> Tensor")
+
 
 def __getattr__(name: str) -> Callable[..., Any]:
     if name.startswith("__"):
