@@ -23,6 +23,7 @@ _NAMES: Mapping[str, str] = {
     "slime.rollout.filter_hub.dynamic_sampling_filters": "check_reward_nonzero_std",
     "slime.utils.http_utils": "post",
     "slime.utils.async_utils": "run",
+    "slime.utils.processing_utils": "build_processor_kwargs encode_image_for_rollout_engine",
 }
 # a module without torch, since the processes of rewards import it
 _SAMPLE = {"Sample": ("slime_like.samples.slime_sample", "SlimeSample")}

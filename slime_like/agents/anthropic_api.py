@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from slime_like.agents.messages import BadRequest
+from slime_like.agents.messages import BadRequest, canonical
 from slime_like.agents.openai_api import (
     count_overridden,
     parse_int,
@@ -60,7 +60,7 @@ def parse_messages_request(
         raise BadRequest("messages: prefilled answers are not supported; end with a user message")
     num_errors = 0
     for index, message in enumerate(body_messages):
-        parsed, num_errors = _read(message, f"messages[{index}]")
+        parsed, num_errors = _read(message, index)
         messages += parsed
     ask = ParsedRequest(
         tuple(messages),
@@ -91,18 +91,19 @@ def _texts(value: object, where: str) -> str:
     return "".join(block["text"] for block in value)
 
 
-def _read(message: object, where: str) -> tuple[list[dict[str, object]], int]:
+def _read(message: object, index: int) -> tuple[list[dict[str, object]], int]:
     """Convert one of Anthropic's messages to canonical form, and count its tool results that are
     errors; tool results come before the text of the same message."""
+    where = f"messages[{index}]"
     if not isinstance(message, dict) or message.get("role") not in ("user", ASSISTANT):
         raise BadRequest(f"{where} must be an object with the role user or assistant")
     role = message["role"]
     content = message.get("content")
     if isinstance(content, str):
-        return [{"role": role, "content": content}], 0
+        return [canonical({"role": role, "content": content}, index)], 0
     if not isinstance(content, list) or not all(isinstance(block, dict) for block in content):
         raise BadRequest(f"{where}.content must be text or a list of blocks")
-    texts = list[str]()
+    parts = list[dict[str, object]]()
     thoughts = list[str]()
     num_errors = 0
     calls = list[dict[str, object]]()
@@ -110,27 +111,52 @@ def _read(message: object, where: str) -> tuple[list[dict[str, object]], int]:
     for i, block in enumerate(content):
         kind = block.get("type")
         place = f"{where}.content[{i}]"
-        if kind == "text":
-            texts.append(_texts([block], place))
+        if kind == "text" or (kind == "image" and role == "user"):
+            parts += _parts([block], place)
         elif kind == "thinking" and role == ASSISTANT:
             thoughts.append(str(block.get("thinking", "")))
         elif kind == "tool_use" and role == ASSISTANT and isinstance(block.get("name"), str):
             calls.append(tool_call(str(block.get("id", "")), block["name"], block.get("input")))
         elif kind == "tool_result" and role == "user":
-            text = _texts(block.get("content") or "", place)
+            result = {"role": "tool", "content": _parts(block.get("content") or "", place)}
             identity = str(block.get("tool_use_id", ""))
-            results.append({"role": "tool", "content": text, "tool_call_id": identity})
+            results.append(canonical({**result, "tool_call_id": identity}, index))
             num_errors += bool(block.get("is_error"))
         else:
             raise BadRequest(f"{place}: a block of type {str(kind)[:40]!r} is not offered there")
-    message_out: dict[str, object] = {"role": role, "content": "".join(texts)}
+    message_out = canonical({"role": role, "content": parts or ""}, index)
     if thoughts:
         message_out["reasoning_content"] = "".join(thoughts)
     if calls:
         message_out["tool_calls"] = calls
-    if texts or calls or thoughts or not results:
+    if parts or calls or thoughts or not results:
         results.append(message_out)
     return results, num_errors
+
+
+def _parts(value: object, where: str) -> list[dict[str, object]]:
+    """A text, or blocks of text and images, as OpenAI's parts."""
+    if not isinstance(value, list) or not any(
+        isinstance(block, dict) and block.get("type") == "image" for block in value
+    ):
+        return [{"type": "text", "text": _texts(value, where)}]
+    parts = list[dict[str, object]]()
+    for block in value:
+        if isinstance(block, dict) and block.get("type") == "image":
+            parts.append({"type": "image_url", "image_url": {"url": _url(block, where)}})
+        else:
+            parts.append({"type": "text", "text": _texts([block], where)})
+    return parts
+
+
+def _url(block: Mapping[str, object], where: str) -> object:
+    """The address of an image, a data URL if the block has the image itself."""
+    source = block.get("source")
+    if isinstance(source, dict) and source.get("type") == "base64":
+        return f"data:{source.get('media_type')};base64,{source.get('data')}"
+    if isinstance(source, dict) and source.get("type") == "url":
+        return source.get("url")
+    raise BadRequest(f"{where}: the source of an image must be of type base64 or url")
 
 
 def messages_json(choice: Choice, model: str) -> dict[str, object]:

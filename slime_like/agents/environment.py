@@ -14,7 +14,8 @@ from typing import TypeVar
 from slime_like.agents.messages import ContextExceeded
 from slime_like.agents.sessions import TooManyRequests
 from slime_like.agents.task import Task
-from slime_like.environments.interface import TextEnvironment
+from slime_like.environments.interface import Observation, Step, TextEnvironment
+from slime_like.images.files import as_image
 
 T = TypeVar("T")
 
@@ -54,7 +55,7 @@ async def _episode(
         "evaluation": task.evaluation,
     }
     observation = await thread.call(environment.reset, seed=task.seed, row=row)
-    messages = [{"role": "user", "content": observation}]
+    messages = [{"role": "user", "content": await thread.call(_content, observation)}]
     result: float | None = 0.0
     while True:
         try:
@@ -72,15 +73,32 @@ async def _episode(
             task.reward(reward)
         if done:
             return result
-        messages += [message, {"role": "user", "content": observation}]
+        content = await thread.call(_content, observation)
+        messages += [message, {"role": "user", "content": content}]
 
 
-def _validate_step(environment: TextEnvironment, step: object) -> tuple[str, float | None, bool]:
-    if isinstance(step, tuple) and len(step) == 3 and isinstance(step[0], str):
+def _validate_step(environment: TextEnvironment, step: object) -> Step:
+    if isinstance(step, tuple) and len(step) == 3 and isinstance(step[0], str | list | tuple):
         observation, reward, done = step
         return observation, None if reward is None else float(reward), bool(done)
     name = type(environment).__name__
-    raise TypeError(f"{name}.step returned {step!r:.100}; return (text, reward, done)")
+    raise TypeError(
+        f"{name}.step returned {step!r:.100}; return (text, reward, done), or a list of texts and "
+        "pictures in place of the text"
+    )
+
+
+def _content(observation: Observation) -> str | list[dict[str, object]]:
+    """The content of a message, in OpenAI's form. Raises ImageProblem for what is neither text nor
+    image."""
+    if isinstance(observation, str):
+        return observation
+    return [
+        {"type": "text", "text": part}
+        if isinstance(part, str)
+        else {"type": "image_url", "image_url": {"url": as_image(part).data_url}}
+        for part in observation
+    ]
 
 
 class _EpisodeThread:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Protocol, TypeAlias
 
+# a text, or, in a run with --multimodal-keys, texts and pictures in order: images of PIL, and bytes
+# or pathlib paths of files
+Observation: TypeAlias = str | Sequence[object]
 # observation, reward of the action (None: use the run's reward function), whether it is done
-Step: TypeAlias = tuple[str, float | None, bool]
+Step: TypeAlias = tuple[Observation, float | None, bool]
 
 
 class TextEnvironment(Protocol):
     """One episode: `reset` once, then `step` until done. Both may be async; sync methods run in a
     thread per episode. `close` is called at the end, if defined."""
 
-    def reset(self, *, seed: int, row: Mapping[str, object]) -> str | Awaitable[str]:
+    def reset(
+        self, *, seed: int, row: Mapping[str, object]
+    ) -> Observation | Awaitable[Observation]:
         """The first observation.
 
         Args:

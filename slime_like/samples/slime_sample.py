@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
@@ -103,6 +103,27 @@ class SlimeSample:
             self.weight_versions.append(meta_info["weight_version"])
         reason = (meta_info.get("finish_reason") or {}).get("type")
         self.status = _STATUS_OF_REASON.get(str(reason), self.status)
+
+    def append_response_tokens(
+        self,
+        args: object,
+        *,
+        tokens: Sequence[int],
+        log_probs: Sequence[float] | None = None,
+        trainable: bool = True,
+        meta_info: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Add tokens to the response: the model's own, or, with trainable=False, an observation.
+        log_probs: zeros by default. meta_info: of the engine's response, see
+        `update_from_meta_info`."""
+        mask = [1] * self.response_length if self.loss_mask is None else self.loss_mask
+        logged = self.rollout_log_probs or [0.0] * self.response_length
+        self.tokens = [*self.tokens, *tokens]
+        self.loss_mask = [*mask, *([int(trainable)] * len(tokens))]
+        self.rollout_log_probs = [*logged, *(log_probs or [0.0] * len(tokens))]
+        self.response_length += len(tokens)
+        if meta_info is not None:
+            self.update_from_meta_info(args, meta_info)
 
     def to_dict(self) -> dict[str, Any]:
         """All attributes; the status as text; images only where there are any."""

@@ -4,6 +4,7 @@ and a trained vision tower."""
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from scripts.make_tiny_model import make_tiny_model
+from slime_like.checkpoints.folders import complete_steps
 from tests.e2e.helpers import Workspace, rows_of, same_numbers, sampled, weights_of
 from tests.e2e.programs import TrainServer
 from tests.vision import picture
@@ -92,6 +94,52 @@ def test_an_interrupted_run_ends_as_one_that_was_not(
         assert recorded[0] == recorded[1]
     moved = changed(full, weights_of(seeing["hf_checkpoint"]))
     assert moved == {name for name in full if trained or not name.startswith(TOWER)}
+
+
+KILLS = {
+    "in a rollout": "kill_in_phase generate 3 0",
+    "in an update": "signal_in_step SIGKILL 6 0",
+    "in a save": "kill_in_second_save open 3",
+}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(
+    server: TrainServer,
+    work: Workspace,
+    seeing: dict[str, Any],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Path:
+    """Four rollouts with a trained tower."""
+    out = tmp_path_factory.mktemp("uninterrupted")
+    run(server, work, out, **{**seeing, **TRAINED}, num_rollout=4)
+    return out
+
+
+@pytest.mark.parametrize("when", KILLS)
+def test_a_killed_run_goes_on_bit_by_bit(
+    server: TrainServer,
+    work: Workspace,
+    seeing: dict[str, Any],
+    uninterrupted: Path,
+    tmp_path: Path,
+    when: str,
+) -> None:
+    """The same command line again, after SIGKILL with a checkpoint of a trained tower behind it."""
+    out = tmp_path / "out"
+    root = tmp_path / "checkpoints"
+    saved = {"save_debug_rollout_data": out / "rollout_{rollout_id}", "save_hf": out / "hf"}
+    again = {"save": root, "load": root, "save_interval": 2, "num_rollout": 4}
+    words = work.flags(out, **{**SCHEDULE, **saved, **seeing, **TRAINED, **again})
+    killed = server.train(words, out / "killed", hook=f"tests.e2e.faults:{KILLS[when]}")
+    assert killed.status == -signal.SIGKILL, killed.err
+    assert complete_steps(str(root)) == [2]
+    server.train(words, out / "log").ok()
+    assert changed(weights_of(out / "hf"), weights_of(uninterrupted / "hf")) == set()
+    assert same_numbers(rows_of(out)) == same_numbers(rows_of(uninterrupted))
+    for rollout in range(4):
+        recorded = [sampled(d / "rollout_{rollout_id}", rollout) for d in (out, uninterrupted)]
+        assert recorded[0] == recorded[1]
 
 
 def far(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:

@@ -287,6 +287,100 @@ def test_agents_may_ask_about_pictures(
     assert question["content"] == "<image>0?" and question["images"][0] == digests[0]
 
 
+GALLERY = """
+from PIL import Image
+
+class Gallery:
+    def reset(self, *, seed, row):
+        self.colours = ["red", "green", "blue"]
+        return ["first ", self.shown(), "?"]
+
+    def step(self, action):
+        if not self.colours:
+            return "", 1.0, True
+        return [self.shown(), f" after {len(action)}"], 0.1 * len(action), False
+
+    def shown(self):
+        return Image.new("RGB", (24, 16), self.colours.pop(0))
+"""  # fmt: skip
+
+
+def test_environments_may_show_pictures(
+    server: TrainServer, work: Workspace, seeing: dict[str, Any], tmp_path: Path
+) -> None:
+    """Three observations with a picture each."""
+    (tmp_path / "gallery.py").write_text(GALLERY)
+    data = tmp_path / "rows.jsonl"
+    rows = [{"prompt": f"row {n}", "answer": "red"} for n in range(8)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = {
+        **{**seeing, "agent_environment": f"{tmp_path}/gallery.py:Gallery", "prompt_data": data},
+        **{"custom_rm_path": None, "apply_chat_template": None, "input_key": "prompt"},
+        **{"rm_type": "zero", "rollout_max_response_len": 80, "micro_batch_size": None},
+        "agent_max_answer_tokens": 4,
+        **{"use_dynamic_batch_size": "", "max_tokens_per_gpu": 512},
+    }
+    run(server, work, tmp_path / "out", **flags)
+    rows_found = rows_of(tmp_path / "out")
+    assert max(r["rollout/train_rollout_log_prob_diff_mean"] for r in rows_found) < COMPUTED_ALIKE
+    groups = load_rollout(str(tmp_path / "out" / "rollout_{rollout_id}"), 0)
+    sequences = [each for group in groups for s in group.samples for each in (s, *s.branches)]
+    assert max(len(each.images) for each in sequences) == 3
+
+
+TURNS = """
+from PIL import Image
+from slime.rollout.sglang_rollout import GenerateState
+from slime.utils.http_utils import post
+from slime.utils.processing_utils import build_processor_kwargs, encode_image_for_rollout_engine
+
+def tokens_of(state, text, inputs):
+    made = state.processor(text=text, **build_processor_kwargs(inputs))
+    pictures = (inputs or {}).get("images") or []
+    assert ("pixel_values" in made) == bool(pictures)
+    return made["input_ids"][0], [encode_image_for_rollout_engine(p) for p in pictures]
+
+async def generate(args, sample, sampling_params):
+    state = GenerateState(args)
+    sample.tokens, data = tokens_of(state, sample.prompt, sample.multimodal_inputs)
+    limits = {**sampling_params, "max_new_tokens": 3}
+    for turn in range(3):
+        payload = {"input_ids": sample.tokens, "sampling_params": limits, "image_data": data}
+        answer = await post("http://engine/generate", payload)
+        meta = answer["meta_info"]
+        entries = meta["output_token_logprobs"]
+        sample.append_response_tokens(args, tokens=[e[1] for e in entries], log_probs=[e[0] for e in entries], meta_info=meta)
+        if turn == 2:
+            break
+        seen = {"images": [Image.new("RGB", (16, 8 + 8 * turn), "red")], "videos": None}
+        text = "<|user|><|vision_start|><|image_pad|><|vision_end|>and?<|assistant|>"
+        tokens, more = tokens_of(state, text, seen)
+        sample.append_response_tokens(args, tokens=tokens, trainable=False)
+        data = data + more
+        if sample.multimodal_inputs:
+            sample.multimodal_inputs["images"].extend(seen["images"])
+        else:
+            sample.multimodal_inputs = seen
+    sample.response = state.tokenizer.decode(sample.tokens[-sample.response_length:])
+    sample.status = sample.Status.COMPLETED
+    return sample
+"""  # fmt: skip
+
+
+def test_generate_functions_of_slime_play_several_turns_with_pictures(
+    server: TrainServer, work: Workspace, seeing: dict[str, Any], tmp_path: Path
+) -> None:
+    """As its geo3k_vlm_multi_turn: with a processor, and pictures of an environment."""
+    (tmp_path / "own.py").write_text(TURNS)
+    own = {"custom_generate_function_path": f"{tmp_path}/own.py:generate"}
+    run(server, work, tmp_path / "out", **{**seeing, **own}, rollout_max_response_len=60)
+    rows = rows_of(tmp_path / "out")
+    assert max(r["rollout/train_rollout_log_prob_diff_mean"] for r in rows) < COMPUTED_ALIKE
+    groups = load_rollout(str(tmp_path / "out" / "rollout_{rollout_id}"), 0)
+    assert {len(s.images) for group in groups for s in group.samples} <= {2, 3, 4}
+    assert all(not s.loss_mask.all() for group in groups for s in group.samples)
+
+
 def test_one_error_names_the_row_of_a_bad_picture(
     server: TrainServer, work: Workspace, seeing: dict[str, Any], tmp_path: Path
 ) -> None:

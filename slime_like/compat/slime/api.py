@@ -11,6 +11,7 @@ slime's modules:
 - ``slime.rollout.rm_hub``: async_rm, batched_async_rm
 - ``slime.rollout.filter_hub``: DynamicFilterOutput, check_reward_nonzero_std
 - ``slime.utils.http_utils``: post
+- ``slime.utils.processing_utils``: build_processor_kwargs, encode_image_for_rollout_engine
 - ``slime.utils.async_utils``: run
 - ``slime.utils.types``: Sample
 
@@ -23,6 +24,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from slime_like.compat.slime.pictures import (
+    build_processor_kwargs,
+    encode_image_for_rollout_engine,
+)
 from slime_like.compat.slime.requests import GenerateState, get_model_url, post
 from slime_like.compat.slime.rollout import (
     RolloutFnEvalOutput,
@@ -86,7 +91,9 @@ __all__ = [
     "Sample",
     "async_rm",
     "batched_async_rm",
+    "build_processor_kwargs",
     "check_reward_nonzero_std",
+    "encode_image_for_rollout_engine",
     "eval_rollout",
     "generate",
     "generate_and_rm",

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from slime_like.compat.slime.pictures import SlimeProcessor
 from slime_like.compat.slime.rollout_context import rollout_context
 from slime_like.compat.slime.samples import SlimeArgs, from_slime, to_slime
 from slime_like.engines.base import GenerateOutput, GenerateRequest, SamplingParams
@@ -47,13 +48,16 @@ _current: ContextVar[_Call] = ContextVar("slime_like_custom_generate")
 
 
 class GenerateState:
-    """Counterpart of slime's GenerateState: tokenizer, and the sampling parameters of training as
-    SGLang's. semaphore: never blocks, because the engine limits its requests itself."""
+    """Counterpart of slime's GenerateState: tokenizer, processor (None in a run without pictures),
+    and the sampling parameters of training as SGLang's. semaphore: never blocks, because the engine
+    limits its requests itself."""
 
     def __init__(self, args: object) -> None:
         call = _call()
         self.args = args
         self.tokenizer = call.model.tokenizer
+        images = call.model.processor
+        self.processor = None if images is None else SlimeProcessor(self.tokenizer, images)
         self.sampling_params = sampling_dict(call.model.sampling)
         self.semaphore = contextlib.nullcontext()
 

@@ -2,8 +2,10 @@
 
 import pytest
 
+from slime_like.agents.anthropic_api import parse_messages_request
 from slime_like.agents.messages import BadRequest, canonical, for_record, history_keys, images_of
 from slime_like.agents.templates import ChatTemplate
+from slime_like.engines.base import SamplingParams
 from slime_like.images.encoded import EncodedImage
 from tests.vision import picture, tiny_processor
 
@@ -46,6 +48,58 @@ def test_other_images_are_another_conversation():
 
 def test_records_have_digests():
     assert for_record(asked(RED)) == {"role": "user", "content": "<image>?", "images": [RED.digest]}
+
+
+def block(image, kind="base64"):
+    if kind == "url":
+        return {"type": "image", "source": {"type": "url", "url": image.data_url}}
+    _, _, data = image.data_url.partition(",")
+    source = {"type": "base64", "media_type": f"image/{image.kind}", "data": data}
+    return {"type": "image", "source": source}
+
+
+@pytest.mark.parametrize("kind", ["base64", "url"])
+def test_blocks_of_anthropics_messages_are_the_same_images(parts, kind):
+    """In a user's message and in the result of a tool, in their places."""
+    call = {"type": "tool_use", "id": "t", "name": "look", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "t", "content": [block(BLUE, kind)]}
+    text = {"type": "text", "text": "?"}
+    body = {
+        "max_tokens": 4,
+        "messages": [
+            {"role": "user", "content": [block(RED, kind), text]},
+            {"role": "assistant", "content": [call]},
+            {"role": "user", "content": [result]},
+        ],
+    }
+    asking, errors = parse_messages_request(body, SamplingParams())
+    first, _, tool = asking.messages
+    assert errors == 0 and first == asked(RED)
+    assert tool["role"] == "tool" and images_of([tool]) == (BLUE,)
+    tokens = template_of(parts).prompt(list(asking.messages[:1]), None)
+    assert tokens == template_of(parts).prompt([asked(RED)], None)
+
+
+SOURCES = {
+    "an address": ({"type": "url", "url": "https://example.com/a.png"}, r"messages\[0\]: .*must hold a data URL"),
+    "a file": ({"type": "file", "file_id": "f"}, "the source of an image must be of type base64 or url"),
+    "no base64": ({"type": "base64", "media_type": "image/png", "data": "%%"}, "not base64"),
+    "no image": ({"type": "base64", "media_type": "text/html", "data": "aa"}, "must hold a data URL"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_sources_that_hold_no_image_are_refused(source):
+    given, words = SOURCES[source]
+    message = {"role": "user", "content": [{"type": "image", "source": given}]}
+    with pytest.raises(BadRequest, match=words):
+        parse_messages_request({"messages": [message]}, SamplingParams())
+
+
+def test_an_assistants_block_is_no_image():
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": [block(RED)]}]
+    with pytest.raises(BadRequest, match="a block of type 'image' is not offered there"):
+        parse_messages_request({"messages": [*messages, messages[0]]}, SamplingParams())
 
 
 REFUSED = {

@@ -79,9 +79,9 @@ def test_spaces_of_text_and_of_lists() -> None:
     assert echo.step("x")[2] is False
     car, _ = start("gymnasium:MountainCarContinuous-v0")
     position, reward, over = car.step("[0.5]")
-    assert len(position.split(",")) == 2 and reward < 0 and not over
+    assert len(str(position).split(",")) == 2 and reward < 0 and not over
     for wrong in ("[0.5", "[9]", "[[1]]", "one", "NaN", "{}"):
-        assert car.step(wrong)[0].startswith("That is no action"), wrong
+        assert str(car.step(wrong)[0]).startswith("That is no action"), wrong
 
 
 def test_names_of_actions_are_as_many_as_actions() -> None:
