@@ -141,17 +141,17 @@ def prompt_limit(config: RunConfig) -> int:
 
 def prompt_lengths(config: RunConfig) -> tuple[NDArray[np.int64], str]:
     """Prompt lengths in tokens, estimated from the characters and images of the first rows of
-    --prompt-data if it is a JSONL file; otherwise a single length. Raises ConfigError."""
+    --prompt-data if it is a file; otherwise a single length. Raises ConfigError."""
     path = config.data.prompt_data
     limit = config.data.rollout_max_prompt_len
     key = config.data.input_key
-    rows = list(_rows(path)) if path is not None else []
+    count = PROMPTS_READ if config.gpt.vision is None else ROWS_WITH_IMAGES
+    rows = list(_rows(path, count)) if path is not None else []
     rows = [row for row in rows if _characters(row.get(key)) is not None]
     if not rows:
         length = limit or DEFAULT_PROMPT
         return np.array([length]), f"{length} tokens each"
     images = _image_reader(config)
-    rows = rows if images is None else rows[:ROWS_WITH_IMAGES]
     characters = np.array([_characters(row[key]) for row in rows])
     lengths = np.ceil(characters / CHARACTERS_PER_TOKEN).astype(np.int64)
     source = f"{path}, {CHARACTERS_PER_TOKEN:g} characters a token"
@@ -164,15 +164,24 @@ def prompt_lengths(config: RunConfig) -> tuple[NDArray[np.int64], str]:
     return kept, source
 
 
-def _rows(path: str) -> Iterator[dict[str, Any]]:
+def _rows(path: str, count: int) -> Iterator[dict[str, Any]]:
+    """The first rows of a file."""
     file = Path(path.partition("@")[0])
-    if file.suffix != ".jsonl" or not file.is_file():
+    if not file.is_file():
         return
-    with file.open(encoding="utf-8") as lines:
-        for _, line in zip(range(PROMPTS_READ), lines):
-            row: object = json.loads(line)
-            if isinstance(row, dict):
-                yield row
+    rows: Iterator[object] = iter(())
+    if file.suffix == ".jsonl":
+        with file.open(encoding="utf-8") as lines:
+            rows = iter([json.loads(line) for _, line in zip(range(count), lines)])
+    elif file.suffix == ".parquet":
+        try:
+            from pyarrow.parquet import ParquetFile
+        except ImportError:  # which the run itself will ask for
+            return
+        with ParquetFile(file) as table:
+            batch = next(table.iter_batches(batch_size=count), None)
+            rows = iter([] if batch is None else batch.to_pylist())
+    yield from (row for row in rows if isinstance(row, dict))
 
 
 def _characters(prompt: object) -> int | None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+from scripts.make_tiny_model import make_tiny_model
 from slime_like.cli.tiny_model import save_model
 from tests.e2e.helpers import Workspace, rows_of, save_other_model
 from tests.e2e.programs import ROOT, TrainServer
@@ -56,6 +57,15 @@ def twin(name: str, work: Workspace, folder: Path, **changes: Any) -> tuple[list
         settings["expert_model_parallel_size"] = 2
     if path := settings.get("custom_generate_function_path"):
         settings["custom_generate_function_path"] = str(ROOT / path)
+    if "multimodal_keys" in settings:
+        make_tiny_model("Qwen3-VL", folder / "seeing", images=True, max_position_embeddings=1024)
+        preprocessor = folder / "seeing" / "preprocessor_config.json"
+        small = json.loads(preprocessor.read_text())
+        small["size"]["longest_edge"] = 64 * 48  # 48 tokens of a picture
+        preprocessor.write_text(json.dumps(small))
+        settings["hf_checkpoint"] = str(folder / "seeing")
+        settings["custom_rm_path"] = f"{work.reward}:letters"
+        del settings["rm_type"]
     (folder / "run.yaml").write_text(yaml.safe_dump(settings | changes))
     return ["--config", str(folder / "run.yaml")], 2 if experts else 1
 

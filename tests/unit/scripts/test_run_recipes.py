@@ -10,12 +10,21 @@ from typing import Any
 
 import pytest
 import yaml
+from pyarrow import Table
+from pyarrow.parquet import write_table
 
 import megatron_patches
 
 megatron_patches.apply()
 
 from arguments.parse import parse_args  # noqa: E402
+from slime_like.cli.tiny_model import (  # noqa: E402
+    IMAGE,
+    IMAGE_END,
+    IMAGE_START,
+    make_tokenizer,
+    save_image_processor,
+)
 from slime_like.preflight.check import check  # noqa: E402
 from tests.paths import ROOT  # noqa: E402
 
@@ -29,6 +38,22 @@ CHECKPOINTS["Qwen3-0.6B"] = {
     **CHECKPOINTS["Qwen3-4B"], "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
     "num_attention_heads": 16,
 }  # fmt: skip
+VISION = "Qwen3-VL-4B-Instruct"
+CHECKPOINTS[VISION] = {
+    "architectures": ["Qwen3VLForConditionalGeneration"], "model_type": "qwen3_vl", "tie_word_embeddings": True,
+    "text_config": {
+        "model_type": "qwen3_vl_text", "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 262144, "rms_norm_eps": 1e-6,
+        "hidden_act": "silu", "attention_bias": False, "tie_word_embeddings": True, "rope_theta": 5000000,
+        "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"},
+    },
+    "vision_config": {
+        "model_type": "qwen3_vl", "depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "num_heads": 16, "in_channels": 3, "patch_size": 16,
+        "temporal_patch_size": 2, "spatial_merge_size": 2, "out_hidden_size": 2560, "num_position_embeddings": 2304,
+        "deepstack_visual_indexes": [5, 11, 17], "hidden_act": "gelu_pytorch_tanh",
+    },
+}  # fmt: skip
+SEEING = "geo3k_qwen3_vl_4b"
 SMALLEST = "gsm8k_qwen3_0.6b"
 WITHIN = 0.02  # of the memory that a README names
 
@@ -50,12 +75,28 @@ def write_inputs(folder: Path, name: str) -> None:
         if path := settings.get(key):
             (folder / path).mkdir(parents=True)
             config = CHECKPOINTS[Path(path).name]
+            if Path(path).name == VISION:
+                config = config | write_eyes(folder / path, config["vision_config"])
             (folder / path / "config.json").write_text(json.dumps(config))
     for path in (settings["prompt_data"], *settings.get("eval_prompt_data", ["x"])[1:]):
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        (folder / path).symlink_to(example_rows(name))
+        if path.endswith(".parquet") and name == SEEING:
+            lines = example_rows(name).read_text().splitlines()
+            write_table(Table.from_pylist([json.loads(line) for line in lines]), folder / path)
+        else:
+            (folder / path).symlink_to(example_rows(name))
     for part in ("scripts", "examples"):
         (folder / part).symlink_to(ROOT / part)
+
+
+def write_eyes(folder: Path, tower: dict[str, Any]) -> dict[str, int]:
+    """A small tokenizer and the model's image processor, with which preflight counts the tokens of
+    images; its keys of config.json."""
+    tokenizer = make_tokenizer(images=True)
+    tokenizer.save_pretrained(folder)
+    save_image_processor(folder, tower, min_pixels=2**16, max_pixels=2**24)
+    ids = tokenizer.convert_tokens_to_ids([IMAGE_START, IMAGE, IMAGE_END])
+    return dict(zip(("vision_start_token_id", "image_token_id", "vision_end_token_id"), ids))
 
 
 def nodes_and_gpus(name: str) -> list[int]:
@@ -63,8 +104,8 @@ def nodes_and_gpus(name: str) -> list[int]:
     return [int(n) for n in re.findall(r"^#SBATCH --(?:nodes|gpus-per-node)=(\d+)$", text, re.M)]
 
 
-def test_there_are_seven() -> None:
-    assert len(RECIPES) == 7
+def test_there_are_eight() -> None:
+    assert len(RECIPES) == 8
 
 
 @pytest.mark.parametrize(
