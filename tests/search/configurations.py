@@ -158,7 +158,7 @@ def _rope(
     if not family.rotary:
         return None
     if "mrope_section" in (given or {}):
-        return rope_of_images({**tiny, **changes})
+        return rope_of_images(family, {**tiny, **changes})
     if family.text_config and given is None:
         return None
     if given and "full_attention" in given:

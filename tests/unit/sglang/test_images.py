@@ -10,8 +10,8 @@ from PIL import Image
 
 from arguments.parse import parse_args
 from slime_like.engines.base import SamplingParams
-from slime_like.engines.sglang.engine import SglangEngine
-from slime_like.engines.sglang.factory import left_out, served_model
+from slime_like.engines.served import ServedEngine
+from slime_like.engines.sglang.factory import NO_FEATURE_CACHE, SglangKind, left_out
 from slime_like.errors import RunError
 from slime_like.images.encoded import EncodedImage
 from slime_like.images.files import encode
@@ -135,14 +135,14 @@ def test_what_servers_keep_of_a_tower(qwen, tmp_path, tower):
     sglang = dataclasses.replace(
         config.sglang, rollout_num_gpus=1, sglang_python="python", offload_rollout=True
     )
-    model = served_model(config)
-    for device, frozen in (("cpu", False), ("cuda", tower == "frozen")):
-        where = torch.device(device)
-        nodes = find_nodes(1, torch.device("cpu"))
-        ((part,),) = engine_launches(sglang, model, nodes, device=where, logs=tmp_path)
-        command = part.launch.command
-        assert ("SGLANG_VLM_CACHE_SIZE_MB=0" in command) == (tower == "trained")
-        assert ("--enable-weights-cpu-backup" in command) == frozen
+    run = dataclasses.replace(config, sglang=sglang)
+    nodes = find_nodes(1, torch.device("cpu"))
+    for device in ("cpu", "cuda"):
+        program = SglangKind().program(run, torch.device(device))
+        ((part,),) = engine_launches(sglang, program, nodes, logs=tmp_path)
+        kept = "--enable-weights-cpu-backup" in part.launch.command
+        assert kept == (tower == "frozen" and device == "cuda")
+        assert dict(part.launch.environment) == (NO_FEATURE_CACHE if tower == "trained" else {})
     axes = "rotary_emb.axis_map"
     assert left_out(config) == ((axes, "visual.") if tower == "frozen" else (axes,))
     assert left_out(parse_args(complete(tmp_path), 1)) == ()
@@ -150,14 +150,14 @@ def test_what_servers_keep_of_a_tower(qwen, tmp_path, tower):
 
 def test_noise_leaves_out_what_no_update_brings_back(qwen, monkeypatch):
     bodies = []
-    call_all = SglangEngine._call_all
+    call_all = ServedEngine._call_all
 
-    def record(self, path, body):
-        if path == "/weights_checker":
-            return bodies.append(dict(body))
-        return call_all(self, path, body)
+    def record(self, call):
+        if call.path == "/weights_checker":
+            return bodies.append(dict(call.body))
+        return call_all(self, call)
 
-    monkeypatch.setattr(SglangEngine, "_call_all", record)
+    monkeypatch.setattr(ServedEngine, "_call_all", record)
     with FakeServer(str(qwen.folder)) as server:
         for names in ((), ("visual.",)):
             with engine_of(str(qwen.folder), [server], check_updates=True, left_out=names):
