@@ -42,6 +42,7 @@ SAMPLING_SETTINGS = (
     "rollout_slice_len",
     "rollout_time_limit_s",
     "async_rollout",
+    "fully_async",
     *PATHS,
 )
 
@@ -161,6 +162,35 @@ def check_rollout_time_limit(s: Settings) -> list[Problem]:
     return reject(unsupported, "cannot be combined with --rollout-time-limit-s; remove one of them")
 
 
+def check_fully_async(s: Settings) -> list[Problem]:
+    """--fully-async needs a rollout's time to be older, and whole requests from servers."""
+    config = s.scheduling
+    if not config.fully_async:
+        return []
+    problems = []
+    if config.max_staleness == 0:
+        message = "must be at least 1 with --fully-async, whose episodes outlive a rollout"
+        problems += problem("max_staleness", 0, message)
+    over_sampled = (config.over_sampling_batch_size or 0) > s.rollout.rollout_batch_size
+    if over_sampled:
+        message = (
+            "has no effect with --fully-async, which drops no group that has begun; use "
+            "--num-parallel-generation-workers"
+        )
+        value = config.over_sampling_batch_size
+        problems += problem("over_sampling_batch_size", value, message)
+    unsupported: dict[str, object] = {}
+    traits = engine_traits(s.rollout.rollout_engine)
+    if traits.has_servers and not traits.aborts_requests:
+        unsupported = {"rollout_engine": s.rollout.rollout_engine}
+    elif traits.has_servers:
+        unsupported = {"rollout_slice_len": config.rollout_slice_len, **_replayed(s)}
+    elif _replayed(s)["advantage_estimator"]:
+        unsupported = {"advantage_estimator": s.algorithm.advantage_estimator}
+    message = "cannot be combined with --fully-async on this engine; remove one of them"
+    return problems + reject(unsupported, message)
+
+
 def check_hooks(s: Settings) -> list[Problem]:
     """Training and logging hooks can be imported, and are compatible with the run."""
     problems = []
@@ -198,6 +228,7 @@ SCHEDULING_RULES: tuple[Rule, ...] = (
     check_custom_generate,
     check_rollout_functions,
     check_rollout_time_limit,
+    check_fully_async,
     check_hooks,
     check_reward_server,
 )

@@ -4,6 +4,7 @@ groups."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from slime_like.config import AT_LEAST_ONE, NON_NEGATIVE, POSITIVE, CheckedSettings, arg
 
@@ -44,10 +45,10 @@ class SchedulingConfig(CheckedSettings):
     rollout_slice_len: int | None = arg(
         None,
         "Tokens generated per round, after which finished groups are counted; responses depend on "
-        "this value. Default: generate to the end; with --partial-rollout on the local engine, an "
-        "eighth of --rollout-max-response-len.",
+        "this value. Default: generate to the end; with --partial-rollout or --fully-async on the "
+        "local engine, an eighth of --rollout-max-response-len.",
         legal=AT_LEAST_ONE,
-        needs="partial_rollout|@over_samples|dynamic_sampling_filter_path",
+        needs="partial_rollout|@over_samples|dynamic_sampling_filter_path|fully_async",
     )
     rollout_time_limit_s: float | None = arg(
         None,
@@ -116,9 +117,31 @@ class SchedulingConfig(CheckedSettings):
     max_staleness: int | None = arg(
         None,
         "With --async-rollout: maximum staleness of a token in weight versions, and number of "
-        "rollouts sampled ahead; 0 is equivalent to synchronous sampling. Default: 1.",
+        "rollouts sampled ahead; 0 is equivalent to synchronous sampling. Default: 1; with "
+        "--fully-async 4.",
         legal=NON_NEGATIVE,
         needs="async_rollout",
+    )
+    fully_async: bool = arg(
+        False,
+        "With --async-rollout: episodes go on across rollouts, and each rollout takes the groups "
+        "that have ended. New groups start only if they can be trained on within --max-staleness.",
+        needs="async_rollout",
+        excludes=("rollout_function_path", "data_source_path", "rollout_time_limit_s"),
+    )
+    num_parallel_generation_workers: int | None = arg(
+        None,
+        "With --fully-async: groups in flight at a time. Default: as many as --max-staleness "
+        "allows, (--max-staleness + 1) * --rollout-batch-size.",
+        legal=AT_LEAST_ONE,
+        needs="fully_async",
+    )
+    stale_tokens: Literal["wait", "mask"] = arg(
+        "wait",
+        "With --fully-async, for groups that reach --max-staleness unfinished: 'wait' lets "
+        "training wait for them; 'mask' does not, and masks out tokens that became too old, while "
+        "their samples count in the baseline of their group.",
+        needs="fully_async",
     )
 
     @property

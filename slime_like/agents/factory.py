@@ -32,6 +32,7 @@ from slime_like.agents.sessions import WAITING, SessionLimits
 from slime_like.agents.task import Task
 from slime_like.agents.tasks import TaskQueue
 from slime_like.agents.templates import ChatTemplate
+from slime_like.engines.registry import engine_traits
 from slime_like.environments.base import FLAG as ENVIRONMENT
 from slime_like.environments.base import environment_maker
 from slime_like.import_utils import absolute, load_function
@@ -154,12 +155,19 @@ def agent_generate(
         timeout_s=agents.agent_timeout_s,
         episodes=agents.agent_episodes,
         observations=config.algorithm.observation_loss_coef > 0,
-        pauses=config.scheduling.partial_rollout,
+        pauses=pauses(config),
         attempts=1 if agent.tasks is None else 1 + agents.agent_retries,
         own_timeout=agent.tasks is not None,
         by_turn=isinstance(estimator, TurnEstimator),
         by_token=follows_tokens(estimator),
     )
+
+
+def pauses(config: RunConfig) -> bool:
+    """Whether episodes pause for training; with --fully-async on servers they go on meanwhile."""
+    scheduling = config.scheduling
+    on_servers = engine_traits(config.rollout.rollout_engine).has_servers
+    return scheduling.partial_rollout or (scheduling.fully_async and not on_servers)
 
 
 def end_ids_of(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

@@ -4,13 +4,10 @@ is stopped; the agent's requests then wait until it is resumed."""
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import math
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
-
-import torch
 
 from slime_like.engines.base import (
     GenerateOutput,
@@ -18,31 +15,10 @@ from slime_like.engines.base import (
     GenerationClient,
     SamplingParams,
 )
-from slime_like.rollout.rollouter import truncate_at_stop
-from slime_like.samples.routed_experts import join_routed_experts
-from slime_like.types import Sample, SampleStatus
+from slime_like.rollout.unfinished import Unfinished
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-@dataclass(eq=False, slots=True)
-class Unfinished:
-    """A completion in progress: the model's prompt, and the output so far."""
-
-    request: GenerateRequest
-    output: GenerateOutput
-
-    @property
-    def remaining_request(self) -> GenerateRequest:
-        """The request for the remaining tokens; its random seed differs from that of the start."""
-        tokens = self.output.tokens
-        if not tokens:
-            return self.request
-        key = f"{self.request.seed}@{len(tokens)}".encode()
-        seed = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 1
-        prompt = (*self.request.prompt_tokens, *tokens)
-        return replace(self.request, prompt_tokens=prompt, seed=seed)
 
 
 class PausableEngine:
@@ -135,7 +111,7 @@ class PausableEngine:
     ) -> GenerateOutput:
         """Like the engine's. A completion that is paused midway continues with the current weights,
         and records a weight version per token."""
-        answer = Unfinished(request, GenerateOutput(request.sample_id, (), (), "length", ()))
+        answer = Unfinished.of(request)
         self.unfinished.append(answer)
         try:
             while True:
@@ -161,8 +137,7 @@ class PausableEngine:
                 self._waiting -= 1
 
     async def _generate_part(self, answer: Unfinished, sampling: SamplingParams) -> GenerateOutput:
-        before = answer.output
-        room = min(sampling.max_new_tokens - len(before.tokens), self._left)
+        room = min(sampling.max_new_tokens - len(answer.output.tokens), self._left)
         self._running += 1
         try:
             part = await self._engine.generate_one(
@@ -172,21 +147,7 @@ class PausableEngine:
             self._running -= 1
             self._pause_if_idle()
         self._left -= max(len(part.tokens), 1)
-        if before.tokens and sampling.stop:
-            part = truncate_at_stop(self._tokenizer, _sample(answer), part, sampling.stop)
-        length = len(answer.remaining_request.prompt_tokens) + len(part.tokens)
-        sampling_mask = part.sampling_mask
-        if sampling_mask is not None:
-            sampling_mask = (before.sampling_mask or ()) + sampling_mask
-        answer.output = replace(
-            part,
-            sample_id=answer.request.sample_id,
-            tokens=before.tokens + part.tokens,
-            log_probs=before.log_probs + part.log_probs,
-            weight_versions=before.weight_versions + part.weight_versions,
-            sampling_mask=sampling_mask,
-            routed_experts=join_routed_experts(before.routed_experts, part.routed_experts, length),
-        )
+        answer.append(part, sampling, self._tokenizer)
         return answer.output
 
     def _pause_if_idle(self) -> None:
@@ -203,17 +164,3 @@ class PausableEngine:
 
     async def leave_loop(self) -> None:
         await self._engine.leave_loop()
-
-
-def _sample(answer: Unfinished) -> Sample:
-    """The completion as a sample for `truncate_at_stop`: the tokens after its prompt."""
-    tokens = torch.tensor((*answer.request.prompt_tokens, *answer.output.tokens))
-    count = len(answer.output.tokens)
-    return Sample(
-        group_id=0,
-        sample_id=answer.request.sample_id,
-        tokens=tokens,
-        response_length=count,
-        loss_mask=torch.ones(count, dtype=torch.bool),
-        status=SampleStatus.PARTIAL,
-    )

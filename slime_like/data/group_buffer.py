@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from slime_like.data.prompts import PromptSource
 from slime_like.samples.groups import SampleGroup
@@ -17,6 +17,7 @@ class PendingGroup:
 
     prompt: Prompt
     samples: tuple[AnySample, ...]
+    started: int | None = None  # --fully-async: the rollout that was trained when it started
 
     @property
     def group_id(self) -> int:
@@ -36,7 +37,7 @@ class PendingGroup:
 
     def with_samples(self, samples: Iterable[AnySample]) -> PendingGroup:
         """A copy with these samples."""
-        return PendingGroup(self.prompt, tuple(samples))
+        return replace(self, samples=tuple(samples))
 
 
 # (waiting groups, count) -> ids of at most `count` groups to continue, ids of groups to discard

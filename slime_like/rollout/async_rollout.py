@@ -55,10 +55,11 @@ class AsyncRolloutQueue:
         make: Callable[[int], GeneratedRollout],
         position: Callable[[], object],
         *,
-        max_staleness: int,
+        max_ahead: int,
         json: RolloutJson | None = None,
     ) -> None:
-        self.max_staleness = max_staleness
+        """max_ahead: Rollouts that may be sampled before they are trained on."""
+        self.max_ahead = max_ahead
         # called in the thread with the id of each rollout and its samples; collective over the same
         # process group
         self.deliver: Callable[[int, Sequence[AnySample]], None] = lambda rollout_id, samples: None

@@ -188,6 +188,11 @@ class RoundGeneration:
     def stop(self) -> list[PendingGroup]:
         return self._groups
 
+    @property
+    def unfinished(self) -> list[PendingGroup]:
+        """The groups in progress, in the order of their start."""
+        return self._groups
+
 
 class Collector:
     """Collects the rollouts of a run. Collective: all ranks get the same groups. User functions run
@@ -290,7 +295,19 @@ class Collector:
         return from_rank_zero(lambda: function(complete_groups), self.rollouter.group)
 
     def _collect_on_rank_zero(self, rollout_id: int) -> Collected:
-        """Collect on rank 0, which holds the samples and waiting groups. All ranks get the sample
+        """Collect by requests of rank 0."""
+
+        def collect() -> Collected:
+            responder = Responder(self.rollouter, self.rollouter.engine, self.sampling)
+            with StreamGeneration(responder, self.config.rollout_time_limit_s) as generation:
+                return self.collect_from(generation, rollout_id, decide_locally)
+
+        return self._share_from_rank_zero(rollout_id, collect)
+
+    def _share_from_rank_zero(
+        self, rollout_id: int, collect_on_rank_zero: Callable[[], Collected]
+    ) -> Collected:
+        """What rank 0 collects. It holds the samples and waiting groups; all ranks get the sample
         index and the prompt position."""
         buffer = self.buffer
         rollouter = self.rollouter
@@ -299,9 +316,7 @@ class Collector:
 
         def collect() -> tuple[GroupIndex, dict[str, float], Mapping[str, object]]:
             nonlocal collected
-            responder = Responder(rollouter, rollouter.engine, self.sampling)
-            with StreamGeneration(responder, self.config.rollout_time_limit_s) as generation:
-                collected = self.collect_from(generation, rollout_id, decide_locally)
+            collected = collect_on_rank_zero()
             return index_of_groups(collected.groups), collected.metrics, buffer.source.state_dict()
 
         timeout_s = self.config.rollout_function_timeout_s
@@ -452,6 +467,7 @@ def schedules(config: SchedulingConfig) -> bool:
 
 def slice_length(scheduling: SchedulingConfig, rollout: RolloutConfig) -> int | None:
     """Tokens per round; None: generate to the end."""
-    if scheduling.rollout_slice_len is not None or not scheduling.partial_rollout:
+    continues = scheduling.partial_rollout or scheduling.fully_async
+    if scheduling.rollout_slice_len is not None or not continues:
         return scheduling.rollout_slice_len
     return max(1, rollout.rollout_max_response_len // 8)

@@ -280,6 +280,8 @@ class CustomGenerate:
         """
         self.name = name
         self.timeout_s = timeout_s
+        # runs in another thread, with episodes of training that wait (--fully-async)
+        self.loop: asyncio.AbstractEventLoop | None = None
         self._respond = respond
 
     def run(
@@ -287,7 +289,10 @@ class CustomGenerate:
     ) -> list[Sample]:
         """Generate all responses, in the order of the samples. Not callable inside an event loop.
         limit: ignored; every response is generated to its end."""
-        return asyncio.run(self._respond_to_all(samples, model, evaluation=evaluation))
+        work = self._respond_to_all(samples, model, evaluation=evaluation)
+        if self.loop is None:
+            return asyncio.run(work)
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result()
 
     async def _respond_to_all(
         self, samples: Sequence[Sample], model: Model, *, evaluation: bool

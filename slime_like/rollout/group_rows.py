@@ -51,7 +51,11 @@ def waiting_to_rows(
         local = complete(group.samples)
         samples = [_sample_row(s) | {"holder": rank} for s, rank in zip(local, ranks)]
         images = _image_table([*group.prompt.images, *_all_images(local)])
-        rows.append({"prompt": _prompt_row(group.prompt), "samples": samples, "images": images})
+        row: dict[str, object] = {"prompt": _prompt_row(group.prompt), "samples": samples}
+        row["images"] = images
+        if group.started is not None:
+            row["started"] = group.started
+        rows.append(row)
     return rows
 
 
@@ -79,7 +83,7 @@ def _pending(row: Row, index: int, rank: int, num_holders: int) -> PendingGroup:
             samples += remote_samples(*rows_of([sample], holder))
         else:
             samples.append(sample)
-    return PendingGroup(_prompt(row["prompt"], images), tuple(samples))
+    return PendingGroup(_prompt(row["prompt"], images), tuple(samples), row.get("started"))
 
 
 def groups_to_rows(groups: Sequence[SampleGroup]) -> list[dict[str, object]]:

@@ -6,8 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from slime_like.lazy import torch
 from slime_like.samples.index import AnySample, RemoteSample, untrained
-from slime_like.types import SampleStatus
+from slime_like.types import NOT_SAMPLED, Sample, SampleStatus
 
 
 def mask_failed(sample: AnySample) -> AnySample:
@@ -20,6 +21,34 @@ def mask_failed(sample: AnySample) -> AnySample:
     if isinstance(sample, RemoteSample):
         return sample.with_reward(math.nan)
     return replace(sample, reward=math.nan)
+
+
+def mask_older(sample: AnySample, version: int) -> AnySample:
+    """Mask out the tokens that weights before `version` sampled. The metadata of a sample that
+    another rank holds are unchanged."""
+    if isinstance(sample, RemoteSample) or min(sample.version_counts, default=version) >= version:
+        return sample
+    branches = tuple(_mask_older(branch, version) for branch in sample.branches)
+    return replace(_mask_older(sample, version), branches=branches)
+
+
+def _mask_older(sequence: Sample, version: int) -> Sample:
+    if not sequence.weight_versions:
+        return sequence
+    versions = torch.tensor(sequence.weight_versions)
+    young = (versions >= version) | (versions == NOT_SAMPLED)
+    return replace(sequence, loss_mask=sequence.loss_mask & young)
+
+
+def oldest_trained(sample: Sample, current: int) -> int:
+    """The oldest weight version whose tokens are trained on. current: the version of the policy,
+    returned if there are no tokens."""
+    oldest = current
+    for sequence in (sample, *sample.branches):
+        for version, trained in zip(sequence.weight_versions, sequence.loss_mask.tolist()):
+            if trained and version != NOT_SAMPLED:
+                oldest = min(oldest, version)
+    return oldest
 
 
 def check_sampling_masks(samples: Sequence[AnySample], *, wanted: bool) -> None:

@@ -18,15 +18,18 @@ from slime_like.rollout.answer_metrics import answer_metrics
 from slime_like.rollout.async_rollout import AsyncRolloutQueue
 from slime_like.rollout.collector import Collector
 from slime_like.rollout.generated import GeneratedRollout
-from slime_like.rollout.group_rows import waiting_from_rows
+from slime_like.rollout.group_rows import groups_from_rows, waiting_from_rows
 from slime_like.rollout.hooks import UserRollout, UserSource
 from slime_like.rollout.offline_groups import recorded_groups, supervised_groups
+from slime_like.rollout.pool_collector import PoolCollector
 from slime_like.rollout.remax_baseline import with_greedy_rewards
 from slime_like.rollout.rollouter import Rollouter, training_sampling
 from slime_like.rollout.self_teacher import TeacherPrompts
 from slime_like.rollout.shared_groups import RankZeroJson, SamplingPosition, share_from_rank_zero
 from slime_like.rollout.teacher_client import ServedTeacher
-from slime_like.samples.groups import SampleGroup
+from slime_like.samples.episodes import complete
+from slime_like.samples.groups import SampleGroup, flatten
+from slime_like.samples.masking import oldest_trained
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -45,7 +48,8 @@ class RolloutSettings:
     trains: bool  # not --debug-rollout-only
     has_agents: bool
     needs_greedy: bool
-    async_staleness: int | None  # maximum staleness of --async-rollout; None without it
+    max_ahead: int | None  # rollouts sampled ahead with --async-rollout; None without it
+    max_staleness: int | None  # of a token that is trained on; None: unbounded
 
 
 class RolloutManager:
@@ -78,6 +82,7 @@ class RolloutManager:
         self._image_processor = image_processor
         self._collector = collector
         self.buffer = buffer
+        self.pool = collector if isinstance(collector, PoolCollector) else None
         self.queue = self._make_queue()
 
     def generate(self, step: int) -> GeneratedRollout:
@@ -104,17 +109,28 @@ class RolloutManager:
                 processor=self._image_processor,
             )
             return self._rollout_of(groups, metrics)
-        if settings.async_staleness is None:
+        if settings.max_ahead is None:
             return self._sample(step)
-        assert self.queue is not None
-        self.queue.allow(min(step + self.queue.max_staleness, self.num_rollouts - 1))
+        assert self.queue is not None and self._rollouter is not None
+        if self.pool is not None:
+            self.pool.advance(step, self._rollouter.engine.weight_version)
+        self.queue.allow(min(step + self.queue.max_ahead, self.num_rollouts - 1))
         return self.queue.take(step)
+
+    def before_new_weights(self) -> None:
+        """Call before the engine gets the weights of the next rollout. With --fully-async in rounds
+        over all ranks, waits for the rollout in progress, so that timing does not decide which
+        weights sample which token."""
+        if self.pool is not None and not self.pool.streams:
+            self.drain()
 
     def drain(self) -> None:
         """Wait until no request is in flight. Afterwards the caller has exclusive use of the engine
         until the next `generate`."""
         if self.queue is not None:
             self.queue.drain()
+        if self.pool is not None:
+            self.pool.pause()
 
     def state_dict(self) -> SamplingState:
         """State for resuming, as plain JSON, including prefetched rollouts. Collective."""
@@ -122,6 +138,7 @@ class RolloutManager:
             self.drain()
             self._source.save(self._rollout_id)
         if self.queue is not None:
+            self.drain()
             return self.queue.state()
         return {
             "data": None if self._source is None else self._source.state_dict(),
@@ -133,9 +150,10 @@ class RolloutManager:
         because this run may not train on them."""
         prefetched = state.get("sampled_ahead")
         problem = None
+        restarted = None
         position: SamplingState = state
         if prefetched is not None:
-            problem = self._prefetch_problem(prefetched["rollouts"])
+            problem = self._prefetch_problem(prefetched["rollouts"], int(state["weight_version"]))
             if problem is None or self.user_source is not None:
                 position = prefetched["behind"]  # a user's source saves only this position
         if self._source is not None:
@@ -151,30 +169,57 @@ class RolloutManager:
                 rank=self.buffer.rank,
                 num_holders=self.buffer.num_holders,
             )
+            if self.pool is None:
+                restarted = self._restart_episodes(self.buffer)
         if prefetched is not None and problem is None:
             assert self.queue is not None
             self.queue.load_ahead(prefetched, self._rollout_of)
-        return problem
+        return "; ".join(filter(None, (problem, restarted))) or None
 
-    def _prefetch_problem(self, rollouts: Sequence[AheadRow]) -> str | None:
-        """Why this run cannot train on the checkpoint's prefetched rollouts; None if it can."""
+    def _prefetch_problem(self, rollouts: Sequence[AheadRow], weight_version: int) -> str | None:
+        """Why this run cannot train on the checkpoint's prefetched rollouts; None if it can.
+        weight_version: of the policy."""
         count = len(rollouts)
         rollout = self.settings.rollout
         outcome = "sampled again" if self.user_source is None else "lost"
         text = f"{count} rollouts that the checkpoint's run had sampled ahead are {outcome}: "
-        if self.queue is None or self.queue.max_staleness < count:
+        if self.queue is None or self.queue.max_ahead < count:
             return text + "this run's --async-rollout and --max-staleness do not allow them"
         for row in rollouts:
             sizes = {len(group["samples"]) for group in row["groups"]}
             has_all_groups = len(row["groups"]) == rollout.rollout_batch_size
             if not has_all_groups or sizes != {rollout.n_samples_per_prompt}:
                 return text + "--rollout-batch-size or --n-samples-per-prompt has changed"
+            # the rollouts are trained on one after the other, each by the next version
+            limit = self.settings.max_staleness
+            version = weight_version + int(row["step"]) - int(rollouts[0]["step"])
+            samples = complete(flatten(groups_from_rows(row["groups"])))
+            oldest = min(oldest_trained(sample, version) for sample in samples)
+            if limit is not None and version - oldest > limit:
+                return text + "their tokens are too old for this run's --max-staleness"
         return None
+
+    def _restart_episodes(self, buffer: GroupBuffer) -> str | None:
+        """Sample groups again that a run with --fully-async has begun: this run would not know how
+        old they are. Returns a message if there are any."""
+        begun = [group for group in buffer.waiting if group.started is not None]
+        if not begun:
+            return None
+        buffer.waiting = [
+            group if group.started is None else buffer.empty_group(group.prompt)
+            for group in buffer.waiting
+        ]
+        return (
+            f"{len(begun)} groups that the checkpoint's run had begun are sampled again: "
+            "--fully-async would continue them"
+        )
 
     def close(self) -> None:
         """Stop sampling. Idempotent."""
         if self.queue is not None:
             self.queue.close()
+        if self.pool is not None:
+            self.pool.close()
         if self._rollouter is not None and self._rollouter.custom_generate is not None:
             self._rollouter.custom_generate.close()
 
@@ -216,20 +261,22 @@ class RolloutManager:
         the queue's state is used."""
         if self._collector is None or self._rollouter is None:
             return None
-        staleness = self.settings.async_staleness
-        if staleness is not None:
+        max_ahead = self.settings.max_ahead
+        if max_ahead is not None:
             # its own group: the training thread uses the default group concurrently
             self._rollouter.group = dist.new_group(backend="gloo")
         return AsyncRolloutQueue(
             self._sample,
             self._position,
-            max_staleness=staleness or 0,
+            max_ahead=max_ahead or 0,
             json=RankZeroJson(self._rollouter),
         )
 
     def _position(self) -> SamplingPosition:
         """The current sampling position."""
         assert self._source is not None
+        if self.pool is not None:
+            return SamplingPosition(*self.pool.position())
         waiting = () if self.buffer is None else tuple(self.buffer.waiting)
         return SamplingPosition(self._source.state_dict(), waiting)
 

@@ -60,6 +60,7 @@ class Sampling:
     def sync_weights(self, version: int) -> None:
         """Sync policy weights to the engine, if there is one and it has another version."""
         if self._weights is not None:
+            self.rollout_manager.before_new_weights()
             self._weights.sync(version)
 
     def generate(self, step: int) -> GeneratedRollout:

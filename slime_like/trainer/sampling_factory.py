@@ -29,6 +29,7 @@ from slime_like.metrics.progress import Progress
 from slime_like.rewards import confinement
 from slime_like.rewards.grader import Grader
 from slime_like.rollout.collector import Collector
+from slime_like.rollout.episode_pool import PoolSettings
 from slime_like.rollout.evaluate import Evaluator
 from slime_like.rollout.factory import make_evaluator
 from slime_like.rollout.hooks import (
@@ -40,6 +41,7 @@ from slime_like.rollout.hooks import (
     sample_hook,
     source_rollout,
 )
+from slime_like.rollout.pool_collector import PoolCollector
 from slime_like.rollout.rollouter import Rollouter, training_sampling
 from slime_like.rollout.self_teacher import TeacherPrompts
 from slime_like.rollout.teacher_client import ServedTeacher, TeacherSettings
@@ -51,6 +53,8 @@ from slime_like.weight_sync.sync import WeightSync
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from arguments.schema import SchedulingConfig
+
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +64,8 @@ def make_collector(
     rollouter: Rollouter | None,
     source: PromptSource | UserSource | None,
     evaluator: Evaluator | None,
+    *,
+    num_rollouts: int,
 ) -> tuple[Collector | UserRollout | None, GroupBuffer | None]:
     """The `Collector` or the user's rollout function, and the buffer that it draws from, unless
     the user brings a source; None if the run samples no groups."""
@@ -85,24 +91,63 @@ def make_collector(
     if path not in (None, OWN_ROLLOUT):
         flag = "--rollout-function-path"
         return rollout_function(config, path, flag, rollouter, buffer, evaluator), buffer
+    sampling = training_sampling(config.rollout)
+    filters = group_filters(config)
+    max_failed = config.guards.max_failed_samples
+    if config.scheduling.fully_async:
+        pooled = PoolCollector(
+            pool_settings(config, num_rollouts),
+            config.scheduling,
+            config.rollout,
+            rollouter,
+            buffer,
+            sampling,
+            filters,
+            max_failed=max_failed,
+            streams=streams,
+        )
+        return pooled, buffer
     collector = Collector(
         config.scheduling,
         config.rollout,
         rollouter,
         buffer,
-        training_sampling(config.rollout),
-        group_filters(config),
-        max_failed=config.guards.max_failed_samples,
+        sampling,
+        filters,
+        max_failed=max_failed,
         streams=streams,
     )
     return collector, buffer
 
 
+def pool_settings(config: RunConfig, num_rollouts: int) -> PoolSettings:
+    """The bounds of --fully-async."""
+    batch = config.rollout.rollout_batch_size
+    staleness = max_staleness(config.scheduling)
+    return PoolSettings(
+        batch,
+        staleness,
+        config.scheduling.num_parallel_generation_workers or (staleness + 1) * batch,
+        num_rollouts,
+        waits=config.scheduling.stale_tokens == "wait",
+    )
+
+
+def max_staleness(scheduling: SchedulingConfig) -> int:
+    """--max-staleness of a run with --async-rollout, in weight versions."""
+    if scheduling.max_staleness is None:
+        return 4 if scheduling.fully_async else 1
+    return scheduling.max_staleness
+
+
 def staleness_bound(config: RunConfig) -> int | None:
-    """Maximum staleness of rollout tokens in weight versions; None: unbounded."""
+    """Maximum staleness of rollout tokens in weight versions, including those that are masked out;
+    None: unbounded."""
     scheduling = config.scheduling
+    if scheduling.fully_async and scheduling.stale_tokens == "mask":
+        return None
     if scheduling.async_rollout:
-        return 1 if scheduling.max_staleness is None else scheduling.max_staleness
+        return max_staleness(scheduling)
     built_in = (
         scheduling.rollout_function_path in (None, OWN_ROLLOUT)
         and scheduling.data_source_path is None
@@ -129,6 +174,7 @@ def leaves_stragglers(config: RunConfig) -> bool:
     )
     return not in_rounds and (
         scheduling.partial_rollout
+        or scheduling.fully_async
         or scheduling.rollout_time_limit_s is not None
         or (scheduling.over_sampling_batch_size or 0) > rollout.rollout_batch_size
     )
@@ -269,7 +315,9 @@ def make_sampling(
     engine = None if rollouter is None else rollouter.engine
     weights = make_weight_sync(config, backend, engine, progress)
     evaluator = make_evaluator(config, rollouter, eval_prompts)
-    collector, buffer = make_collector(config, rollouter, source, evaluator)
+    collector, buffer = make_collector(
+        config, rollouter, source, evaluator, num_rollouts=num_rollouts
+    )
     manager = RolloutManager(
         rollout_settings(config),
         source,
@@ -308,5 +356,14 @@ def rollout_settings(config: RunConfig) -> RolloutSettings:
         trains=not config.debug.debug_rollout_only,
         has_agents=config.agents.given,
         needs_greedy=needs_greedy(config),
-        async_staleness=staleness_bound(config) if config.scheduling.async_rollout else None,
+        max_ahead=max_ahead(config.scheduling),
+        max_staleness=max_staleness(config.scheduling) if config.scheduling.async_rollout else None,
     )
+
+
+def max_ahead(scheduling: SchedulingConfig) -> int | None:
+    """Rollouts that are complete before they are trained on; None: each is sampled in time. With
+    --fully-async one suffices, because the pool goes on behind it."""
+    if not scheduling.async_rollout:
+        return None
+    return 1 if scheduling.fully_async else max_staleness(scheduling)

@@ -76,7 +76,7 @@ def same(a: GeneratedRollout, b: GeneratedRollout) -> bool:
 
 def test_what_was_sampled_ahead_is_handed_out_after_a_resume() -> None:
     make, position, at = world()
-    queue = AsyncRolloutQueue(make, position, max_staleness=2)
+    queue = AsyncRolloutQueue(make, position, max_ahead=2)
     queue.allow(3)
     queue.take(0)
     queue.take(1)
@@ -87,7 +87,7 @@ def test_what_was_sampled_ahead_is_handed_out_after_a_resume() -> None:
     queue.close()
     make, position, at = world()
     at["data"] = saved["sampled_ahead"]["behind"]["data"]
-    resumed = AsyncRolloutQueue(make, position, max_staleness=2)
+    resumed = AsyncRolloutQueue(make, position, max_ahead=2)
     resumed.load_ahead(saved["sampled_ahead"], GeneratedRollout.of)
     assert resumed.state() == saved  # saved again before anything was sampled
     resumed.allow(4)
