@@ -21,6 +21,7 @@ from slime_like.advantages.registry import (
     compares_tokens,
 )
 from slime_like.config import Problem, flag_name
+from slime_like.engines.registry import engine_traits
 from slime_like.environments.base import environment_maker
 from slime_like.losses.registry import PolicyLoss, policy_losses
 from slime_like.programs.environment import environment_without_keys
@@ -134,6 +135,7 @@ def check_agent_compatibility(s: Settings) -> list[Problem]:
         return []
     scheduling = s.scheduling
     partial = s.scheduling.partial_rollout
+    in_rounds = s.scheduling.fully_async and not engine_traits(s.rollout.rollout_engine).has_servers
     unsupported = {
         "apply_chat_template": (
             s.data.apply_chat_template,
@@ -144,8 +146,9 @@ def check_agent_compatibility(s: Settings) -> list[Problem]:
             " and --partial-rollout: unfinished episodes wait for the next rollout",
         ),
         "agent_worker_keys": (
-            partial and s.agents.agent_worker_keys is not None,
-            " and --partial-rollout: the gateway is down while the run trains",
+            (partial or in_rounds) and s.agents.agent_worker_keys is not None,
+            f" and {'--partial-rollout' if partial else '--fully-async on this engine'}: the "
+            "gateway is down while the run trains",
         ),
         "mask_offpolicy_in_partial_rollout": (
             scheduling.mask_offpolicy_in_partial_rollout,
@@ -156,7 +159,7 @@ def check_agent_compatibility(s: Settings) -> list[Problem]:
             " and --partial-rollout: discarded episodes would never end",
         ),
         "rollout_slice_len": (
-            scheduling.rollout_slice_len is not None and not partial,
+            scheduling.rollout_slice_len is not None and not (partial or in_rounds),
             " without --partial-rollout: an episode has no slices",
         ),
         "opd_teacher_url": (s.distillation.served, "; use --opd-type megatron"),

@@ -9,8 +9,8 @@ due by rollout c + `max_staleness`: its oldest token is then exactly as stale as
 
 The first rule makes the second one feasible for rollout j, and the second one for rollout j + 1. So
 no token exceeds the bound and no group is dropped; training waits for a group only when it is due
-and unfinished. Without the second rule (`waits` False) it never waits, and the caller masks what
-became too stale.
+and unfinished. Without the second rule (`waits` False) training waits only for enough groups, those
+that are late do not count in the first one, and the caller masks what became too stale.
 
 The pool holds no clock of its own and draws no random numbers: the same calls give the same order.
 """
@@ -52,7 +52,10 @@ class EpisodePool:
         settings = self.settings
         last = min(clock + settings.max_staleness, settings.num_rollouts - 1)
         capacity = (last - self.next_rollout + 1) * settings.batch
-        return max(0, min(settings.workers - len(self.in_flight), capacity - len(self)))
+        taking = len(self)
+        if not settings.waits:  # groups that nobody waits for any more take up no place
+            taking -= sum(self.due(g) < self.next_rollout for g in self.in_flight.values())
+        return max(0, min(settings.workers - len(self.in_flight), capacity - taking))
 
     def start(self, groups: Iterable[PendingGroup]) -> None:
         """Add groups, which know when they `started`; ended ones are finished."""

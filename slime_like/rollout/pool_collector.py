@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from slime_like.data.group_buffer import GroupBuffer, PendingGroup, oldest_first
+from slime_like.distributed.collectives import is_rank_zero
 from slime_like.engines.base import SamplingParams
 from slime_like.errors import RunError
 from slime_like.logs import warn_rank_0
@@ -138,8 +139,11 @@ class PoolCollector(Collector):
 
     def position(self) -> tuple[Mapping[str, object], tuple[PendingGroup, ...]]:
         """The prompt position, and all groups that were drawn and not taken: those in flight, in
-        the order of their start and with the tokens that they have, then finished ones."""
+        the order of their start and with the tokens that they have, then finished ones. With
+        servers rank 0 has them all."""
         thread = self._thread
+        if self.streams and not is_rank_zero():
+            return self._buffer.source.state_dict(), ()
         if thread is None:
             return self._position(self._rounds.unfinished)
 

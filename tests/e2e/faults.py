@@ -279,6 +279,22 @@ def kill_in_phase(rank: int, phase: str, time: str, on_rank: str) -> None:
         in_phase(phase, int(time), lambda: os.kill(os.getpid(), signal.SIGKILL))
 
 
+def kill_in_round(rank: int, number: str) -> None:
+    """In that round (from 1) of generating on rank 0, before its responses are part of the pool."""
+    from slime_like.rollout.collector import RoundGeneration
+
+    wait, seen = RoundGeneration.wait, [0]
+
+    def counted(self: Any) -> Any:
+        ended = wait(self)
+        seen[0] += 1
+        if seen[0] == int(number) and rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return ended
+
+    RoundGeneration.wait = counted  # type: ignore[method-assign]
+
+
 def sleep_in_phase(rank: int, phase: str, seconds: str, on_rank: str) -> None:
     """A rank that is late, or stuck: its process runs, its main thread does not."""
     if rank == int(on_rank):
