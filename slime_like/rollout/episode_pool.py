@@ -43,6 +43,9 @@ class EpisodePool:
         self.next_rollout = 0  # the rollout that is taken next
         self.in_flight: dict[int, PendingGroup] = {}  # by group id, in the order of their start
         self.finished: dict[int, PendingGroup] = {}
+        # number of groups by the rollout that they are due by
+        self._in_flight_due = Counter[int]()
+        self._finished_due = Counter[int]()
 
     def __len__(self) -> int:
         return len(self.in_flight) + len(self.finished)
@@ -54,23 +57,30 @@ class EpisodePool:
         capacity = (last - self.next_rollout + 1) * settings.batch
         taking = len(self)
         if not settings.waits:  # groups that nobody waits for any more take up no place
-            taking -= sum(self.due(g) < self.next_rollout for g in self.in_flight.values())
+            late = (n for due, n in self._in_flight_due.items() if due < self.next_rollout)
+            taking -= sum(late)
         return max(0, min(settings.workers - len(self.in_flight), capacity - taking))
 
     def start(self, groups: Iterable[PendingGroup]) -> None:
-        """Add groups, which know when they `started`; ended ones are finished."""
+        """Add groups, which know when they `started`; those that have ended are finished."""
         for group in groups:
-            assert group.started is not None and group.group_id not in self.in_flight
-            (self.finished if group.ended else self.in_flight)[group.group_id] = group
+            assert group.group_id not in self.in_flight
+            self.in_flight[group.group_id] = group
+            self._in_flight_due[self.due(group)] += 1
+            if group.ended:
+                self.finish(group)
 
     def finish(self, group: PendingGroup) -> None:
         """A group in flight has ended."""
         del self.in_flight[group.group_id]
         self.finished[group.group_id] = group
+        self._in_flight_due[self.due(group)] -= 1
+        self._finished_due[self.due(group)] += 1
 
     def drop(self, group: PendingGroup) -> None:
         """Remove a finished group that is not trained on; another may start in its place."""
         del self.finished[group.group_id]
+        self._finished_due[self.due(group)] -= 1
 
     def due(self, group: PendingGroup) -> int:
         """The last rollout in which the group's oldest token is not too stale."""
@@ -86,12 +96,11 @@ class EpisodePool:
     def _must_wait(self) -> bool:
         """Whether the next rollout needs groups in flight: more of those that are due by some
         rollout are unfinished than the rollouts behind the next one take."""
-        unfinished = Counter(self.due(group) for group in self.in_flight.values())
-        finished = Counter(self.due(group) for group in self.finished.values())
-        for last in unfinished:
+        num_finished = num_unfinished = 0  # of the groups that are due by `last`
+        for last in sorted(self._in_flight_due | self._finished_due):
+            num_finished += self._finished_due[last]
+            num_unfinished += self._in_flight_due[last]
             later = max(0, last - self.next_rollout) * self.settings.batch
-            num_finished = sum(count for due, count in finished.items() if due <= last)
-            num_unfinished = sum(count for due, count in unfinished.items() if due <= last)
             if num_finished < self.settings.batch and num_unfinished > later:
                 return True
         return False
@@ -100,8 +109,10 @@ class EpisodePool:
         """The groups of the next rollout, which is `ready`: the oldest, ordered by start and id."""
         chosen = sorted(self.finished.values(), key=age_order)[: self.settings.batch]
         for group in chosen:
-            del self.finished[group.group_id]
+            self.drop(group)
         self.next_rollout += 1
+        self._in_flight_due += Counter()  # without what is 0
+        self._finished_due += Counter()
         return chosen
 
     def admit(self, groups: Sequence[PendingGroup]) -> list[PendingGroup]:

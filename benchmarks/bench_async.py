@@ -1,0 +1,238 @@
+"""Samples trained per second, and the idle share of engines and trainer: synchronous, one rollout
+ahead (--async-rollout), and from a pool (--fully-async).
+
+    python benchmarks/bench_async.py                    # simulated: 64 and 512 engines, in a minute
+    python benchmarks/bench_async.py run                # real runs against two servers with delays
+
+The simulation runs the scheduler of the runs, `EpisodePool`, against engines whose slots take a
+fixed time per token. A length is that of a prompt: its samples are equally long within 50%. With
+skewed lengths a tenth of the prompts is 20 times longer, at the same mean. Weights stop all engines
+for `UPDATE_S`; a checkpoint and grading take no time.
+
+`run` trains a tiny model on the CPU from two servers with SGLang's interface
+(`tests/fake_sglang.py`), which answer at once and then wait `TOKEN_S` per token, so that the time
+of the engines does not depend on the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import heapq
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slime_like.data.group_buffer import PendingGroup
+from slime_like.rollout.episode_pool import EpisodePool, PoolSettings
+from slime_like.types import Prompt, Sample
+
+if TYPE_CHECKING:
+    from tests.fake_sglang import FakeServer
+
+ROOT = Path(__file__).resolve().parents[1]
+TOKEN_MS = 20.0  # of a slot
+MEAN_TOKENS = 2900
+UPDATE_S = 5.0  # of the weights
+SLOTS = 32  # of an engine
+SAMPLES = 8  # of a group
+ROLLOUTS = 24  # of which the first quarter warms up
+SKEW = 20  # times longer is a tenth of the prompts
+
+
+RUNNING = Sample.empty(Prompt(0, "", (1,)), 0)
+
+
+@dataclass
+class Setting:
+    """A simulated job."""
+
+    engines: int
+    skewed: bool
+    batch: int  # groups of a rollout
+    train_s: float
+    seed: int = 0
+
+    @property
+    def slots(self) -> int:
+        return self.engines * SLOTS
+
+
+@dataclass
+class Engines:
+    """Slots that take requests in their order. Times in seconds."""
+
+    slots: int
+    free_at: list[float] = field(default_factory=list)  # of busy slots, a heap
+    busy_s: float = 0.0
+
+    def submit(self, now: float, seconds: float) -> float:
+        """When a request that is sent now ends."""
+        while self.free_at and self.free_at[0] <= now:
+            heapq.heappop(self.free_at)
+        start = now if len(self.free_at) < self.slots else heapq.heappop(self.free_at)
+        heapq.heappush(self.free_at, start + seconds)
+        self.busy_s += seconds
+        return start + seconds
+
+
+@dataclass(frozen=True)
+class Result:
+    samples_per_s: float
+    engine_idle: float
+    trainer_idle: float
+    masked: float = 0.0  # fraction of the tokens
+
+
+class Lengths:
+    """Seconds of the samples of one prompt after the other."""
+
+    def __init__(self, setting: Setting) -> None:
+        self._random = random.Random(setting.seed)
+        self._skewed = setting.skewed
+        self._base = MEAN_TOKENS / (0.9 + 0.1 * SKEW) if setting.skewed else MEAN_TOKENS
+
+    def group(self) -> list[float]:
+        times = SKEW if self._skewed and self._random.random() < 0.1 else 1
+        mean = self._base * times * TOKEN_MS / 1000
+        return [mean * self._random.uniform(0.5, 1.5) for _ in range(SAMPLES)]
+
+
+def in_rounds(setting: Setting, *, ahead: bool) -> Result:
+    """Whole rollouts, sampled before their training or beside that of the rollout before."""
+    lengths = Lengths(setting)
+    engines = Engines(setting.slots)
+    ready = [0.0] * ROLLOUTS  # when a rollout is sampled
+    begun = [0.0] * ROLLOUTS  # when its sampling begins
+    trained = 0.0
+    waits = [0.0] * ROLLOUTS
+    ends = [0.0] * ROLLOUTS
+    for j in range(ROLLOUTS):
+        if ahead:  # sampling of j begins when that of j - 1 has ended and j - 1 is being trained on
+            started_training = max(ready[j - 1], ends[j - 2]) if j else 0.0
+            begun[j] = max(ready[j - 1] if j else 0.0, started_training)
+        else:
+            begun[j] = trained
+        at = begun[j] + UPDATE_S
+        engines.free_at.clear()
+        ready[j] = max(
+            engines.submit(at, seconds) for _ in range(setting.batch) for seconds in lengths.group()
+        )
+        waits[j] = max(0.0, ready[j] - trained)
+        trained = max(trained, ready[j]) + setting.train_s
+        ends[j] = trained
+    return summary(setting, engines, waits, ends)
+
+
+def from_pool(setting: Setting, staleness: int, *, waits: bool = True) -> Result:
+    """Groups that have ended, as `PoolCollector` takes them."""
+    lengths = Lengths(setting)
+    engines = Engines(setting.slots)
+    workers = (staleness + 1) * setting.batch
+    pool = EpisodePool(PoolSettings(setting.batch, staleness, workers, 10**9, waits=waits))
+    events: list[tuple[float, int]] = []  # (time, group) when a group ends
+    next_id = 0
+    now = 0.0
+    clock = 0
+    trained = 0.0  # when the trainer is free
+    spans: dict[int, list[tuple[float, float]]] = {}  # of the samples of a group
+    updates: list[float] = [0.0]  # when version i came
+    taken: list[list[int]] = []
+    waited: list[float] = []
+    ends: list[float] = []
+    while len(ends) < ROLLOUTS:
+        for _ in range(pool.room(clock)):
+            group = PendingGroup(Prompt(next_id, "", ()), (RUNNING,), clock)
+            spans[next_id] = [(now, engines.submit(now, seconds)) for seconds in lengths.group()]
+            pool.start([group])
+            heapq.heappush(events, (max(end for _, end in spans[next_id]), next_id))
+            next_id += 1
+        # one rollout is taken ahead, while the one before it is trained on
+        if pool.ready() and (not ends or now >= ends[-1] - setting.train_s):
+            taken.append([group.group_id for group in pool.take()])
+            waited.append(max(0.0, now - trained))
+            clock = len(ends)
+            trained = max(trained, now) + setting.train_s
+            ends.append(trained)
+            updates.append(trained + UPDATE_S)
+            continue
+        later = [events[0][0]] if events else []
+        if ends and ends[-1] - setting.train_s > now:
+            later.append(ends[-1] - setting.train_s)
+        now = min(later)
+        while events and events[0][0] <= now:
+            pool.finish(pool.in_flight[heapq.heappop(events)[1]])
+    masked = 0.0 if waits else masked_fraction(taken, spans, updates, staleness)
+    return summary(setting, engines, waited, ends, masked)
+
+
+def masked_fraction(
+    taken: Sequence[Sequence[int]],
+    spans: dict[int, list[tuple[float, float]]],
+    updates: Sequence[float],
+    staleness: int,
+) -> float:
+    """Of the tokens, those that are older than the bound when they are trained on."""
+    total = old = 0.0
+    for j, groups in enumerate(taken):
+        oldest = updates[max(0, j - staleness)] if j > staleness else 0.0
+        for group in groups:
+            for start, end in spans[group]:
+                total += end - start
+                old += min(max(0.0, oldest - start), end - start)
+    return old / total
+
+
+def summary(
+    setting: Setting,
+    engines: Engines,
+    waits: Sequence[float],
+    ends: Sequence[float],
+    masked: float = 0.0,
+) -> Result:
+    first = ROLLOUTS // 4
+    seconds = ends[-1] - ends[first - 1]
+    samples = (ROLLOUTS - first) * setting.batch * SAMPLES
+    work = samples * MEAN_TOKENS * TOKEN_MS / 1000
+    return Result(
+        samples / seconds,
+        max(0.0, 1 - work / (seconds * setting.slots)),
+        sum(waits[first:]) / seconds,
+        masked,
+    )
+
+
+def simulate() -> None:
+    print("| engines | lengths | mode | samples/s | | engines idle | trainer idle | masked |")
+    print("|---|---|---|---|---|---|---|---|")
+    for engines in (64, 512):
+        for skewed in (False, True):
+            batch = engines * SLOTS // SAMPLES  # a rollout fills all slots once
+            work_s = MEAN_TOKENS * TOKEN_MS / 1000
+            setting = Setting(engines, skewed, batch, train_s=work_s)
+            rows = [
+                ("synchronous", in_rounds(setting, ahead=False)),
+                ("one ahead", in_rounds(setting, ahead=True)),
+            ]
+            for staleness in (2, 4, 8, 16):
+                rows.append((f"by sample, {staleness}", from_pool(setting, staleness)))
+            for staleness in (4, 8):
+                result = from_pool(setting, staleness, waits=False)
+                rows.append((f"by sample, {staleness}, mask", result))
+            for name, result in rows:
+                print(
+                    f"| {engines} | {'skewed' if skewed else 'equal'} | {name} "
+                    f"| {result.samples_per_s:.1f} "
+                    f"| {result.samples_per_s / rows[0][1].samples_per_s:.2f} "
+                    f"| {result.engine_idle:.0%} | {result.trainer_idle:.0%} "
+                    f"| {result.masked:.0%} |",
+                    flush=True,
+                )
