@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import heapq
-import json
 import random
 import subprocess
 import sys
@@ -60,6 +59,7 @@ class Setting:
     batch: int  # groups of a rollout
     train_s: float
     seed: int = 0
+    workers: float = 1.5  # groups in flight, over those of a rollout
 
     @property
     def slots(self) -> int:
@@ -136,7 +136,7 @@ def from_pool(setting: Setting, staleness: int, *, waits: bool = True) -> Result
     """Groups that have ended, as `PoolCollector` takes them."""
     lengths = Lengths(setting)
     engines = Engines(setting.slots)
-    workers = (staleness + 1) * setting.batch
+    workers = int(setting.workers * setting.batch)
     pool = EpisodePool(PoolSettings(setting.batch, staleness, workers, 10**9, waits=waits))
     events: list[tuple[float, int]] = []  # (time, group) when a group ends
     next_id = 0
@@ -224,7 +224,7 @@ def simulate() -> None:
             ]
             for staleness in (2, 4, 8, 16):
                 rows.append((f"by sample, {staleness}", from_pool(setting, staleness)))
-            for staleness in (4, 8):
+            for staleness in (4, 8):  # the stragglers get only their ends
                 result = from_pool(setting, staleness, waits=False)
                 rows.append((f"by sample, {staleness}, mask", result))
             for name, result in rows:
@@ -236,3 +236,131 @@ def simulate() -> None:
                     f"| {result.masked:.0%} |",
                     flush=True,
                 )
+
+
+TOKENS = 8  # of a response
+TOKEN_S = 0.04
+SERVERS = 2
+AT_ONCE = 16  # requests of a server
+GROUPS = 8  # of a rollout
+GROUP_SIZE = 4
+STEPS = 14  # rollouts, of which the first 3 warm up
+MODES = {
+    "synchronous": (),
+    "one ahead": ("--async-rollout",),
+    "by sample, 8": ("--async-rollout", "--fully-async", "--max-staleness", "8"),
+    "by sample, 4, mask": (
+        *("--async-rollout", "--fully-async", "--max-staleness", "4", "--stale-tokens", "mask"),
+    ),
+}
+
+
+class Pace:
+    """Seconds of a token: the mean is equal, and with skew a tenth of the prompts is slower."""
+
+    def __init__(self, *, skewed: bool) -> None:
+        self._mean = TOKEN_S
+        self._fast = TOKEN_S / (0.9 + 0.1 * SKEW) if skewed else TOKEN_S
+        self._skewed = skewed
+        self._seen: dict[tuple[int, ...], int] = {}
+        self._lock = threading.Lock()
+
+    def __call__(self, body: Any) -> float:
+        with self._lock:
+            prompt = tuple(body["input_ids"])
+            number = self._seen.setdefault(prompt, len(self._seen))
+        return self._fast * (SKEW if self._skewed and number % 10 == 3 else 1)
+
+
+def busy_seconds(servers: Sequence[FakeServer]) -> list[tuple[float, float]]:
+    """Of every request of a rollout to these servers, from now on: when it began and ended."""
+    spans: list[tuple[float, float]] = []
+
+    def watched(post: Any) -> Any:
+        def timed(handler: Any, body: Any) -> None:
+            start = time.monotonic()
+            post(handler, body)
+            if handler.path == "/generate" and "-probe-" not in body["rid"]:
+                spans.append((start, time.monotonic()))
+
+        return timed
+
+    for server in servers:
+        server.post = watched(server.post)  # type: ignore[method-assign]
+    return spans
+
+
+def run_once(folder: Path, mode: str, *, skewed: bool) -> Result:
+    """One run of train.py."""
+    from tests.e2e.helpers import make_workspace, rows_of
+    from tests.fake_sglang import FakeServer
+
+    work = make_workspace(folder / "work")
+    out = folder / "out"
+    with contextlib.ExitStack() as stack:
+        servers = [stack.enter_context(FakeServer(str(work.model))) for _ in range(SERVERS)]
+        for server in servers:
+            server.pace_s = Pace(skewed=skewed)
+        spans = busy_seconds(servers)
+        argv = work.flags(
+            out,
+            rollout_engine="sglang",
+            rollout_external_engine_addrs=" ".join(server.address for server in servers),
+            no_sglang_router="",
+            update_weight_transport="disk",
+            sglang_server_concurrency=AT_ONCE,
+            rollout_batch_size=GROUPS,
+            n_samples_per_prompt=GROUP_SIZE,
+            rollout_max_response_len=TOKENS,
+            num_steps_per_rollout=1,
+            micro_batch_size=8,
+            num_rollout=STEPS,
+            tis_ratio_type="token",
+            token_tis_ratio_clip_high=2.0,
+        )
+        command = [sys.executable, "train.py", *argv, *MODES[mode]]
+        with (folder / "log").open("w") as log:
+            subprocess.run(command, cwd=ROOT, check=True, stdout=log, stderr=log)
+    rows = rows_of(out)[3:]
+    seconds = sum(row["perf/step_s"] for row in rows)
+    window = max(end for _, end in spans) - min(start for start, _ in spans)
+    busy = sum(end - start for start, end in spans)
+    tokens = len(rows) * GROUPS * GROUP_SIZE * TOKENS
+    return Result(
+        len(rows) * GROUPS * GROUP_SIZE / seconds,
+        1 - busy / (window * SERVERS * AT_ONCE),
+        sum(row["perf/generate_s"] for row in rows) / seconds,
+        sum(row.get("rollout/stale_masked_tokens", 0.0) for row in rows) / tokens,
+    )
+
+
+def run() -> None:
+    """Real runs."""
+    print("| lengths | mode | samples/s | | engines idle | trainer idle | masked |")
+    print("|---|---|---|---|---|---|---|")
+    for skewed in (False, True):
+        first: Result | None = None
+        for mode in MODES:
+            with tempfile.TemporaryDirectory() as folder:
+                result = run_once(Path(folder), mode, skewed=skewed)
+            first = first or result
+            print(
+                f"| {'skewed' if skewed else 'equal'} | {mode} | {result.samples_per_s:.2f} "
+                f"| {result.samples_per_s / first.samples_per_s:.2f} | {result.engine_idle:.0%} "
+                f"| {result.trainer_idle:.0%} | {result.masked:.0%} |",
+                flush=True,
+            )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("what", nargs="?", default="simulate", choices=("simulate", "run"))
+    sys.path.insert(0, str(ROOT))  # for tests/
+    if parser.parse_args().what == "run":
+        run()
+    else:
+        simulate()
+
+
+if __name__ == "__main__":
+    main()
