@@ -321,13 +321,19 @@ def unwrap(chunk: MegatronModule) -> MegatronModule:
 
 
 def named_weights(chunk: MegatronModule) -> Iterator[tuple[str, Tensor]]:
-    """Parameters, and buffers that are weights: router biases and indexers."""
+    """Parameters, and buffers that are weights: router biases and indexers. Every persistent buffer
+    has to be one of them; others would be lost in files and engines."""
     yield from chunk.named_parameters()
-    yield from (
-        (name, buffer)
-        for name, buffer in chunk.named_buffers()
-        if name.endswith(".router.expert_bias") or _INDEXER in name
-    )
+    for prefix, module in chunk.named_modules():
+        for own, buffer in module.named_buffers(recurse=False):
+            if own in module._non_persistent_buffers_set:
+                continue
+            name = f"{prefix}.{own}"
+            assert name.endswith(".router.expert_bias") or _INDEXER in name, (
+                f"{name}: this persistent buffer has no mapping; what is no weight is registered "
+                "with persistent=False"
+            )
+            yield name, buffer
 
 
 def global_parameters(model_chunks: Sequence[MegatronModule]) -> Iterator[tuple[str, Tensor]]:

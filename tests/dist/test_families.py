@@ -699,3 +699,17 @@ def test_published_names_are_found() -> None:
         assert family_of(name).architecture == architecture
     with pytest.raises(ValueError, match=r"gpt2.*LlamaForCausalLM"):
         family_of("gpt2")
+
+
+def test_a_buffer_without_a_mapping_is_found(alone: Any, tmp_path: Path) -> None:
+    """It would be in no export; one that is not saved is none of the model's weights."""
+    make_tiny_model("Qwen3ForCausalLM", tmp_path / "model")
+    ours = Ours(tmp_path / "model", alone, torch.float32)
+    mlp = ours.chunks[0].decoder.layers[0].mlp
+    mlp.register_buffer("counts", torch.zeros(3), persistent=False)
+    assert ours.exported()
+    mlp.register_buffer("bias", torch.zeros(3))
+    with pytest.raises(
+        AssertionError, match=r"layers\.0\.mlp\.bias: this persistent buffer has no"
+    ):
+        ours.exported()
