@@ -37,7 +37,7 @@ ROWS = (
 )
 ROWS_OF_ONE = ("--micro-batch-size 1", "--micro-batch-size 1 --qkv-format bshd")
 MODULES = ("core_attn", "layernorm", "mlp")
-MODULES_OF_EXPERTS = (*MODULES, "moe", "shared_experts", "moe_act")
+MODULES_OF_EXPERTS = (*MODULES, "moe", "shared_experts")
 RECOMPUTE = (
     "",
     f"{FULL} --recompute-method uniform --recompute-num-layers 1",
