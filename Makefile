@@ -209,6 +209,7 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python scripts/generate_flags_doc.py --check
+	$(BIN)/python scripts/generate_models_doc.py --check
 
 format: install
 	$(BIN)/ruff check --fix .
