@@ -113,8 +113,8 @@ def test_unmodified_packages_train_with_servers(
 def test_servers_that_the_run_starts_and_one_that_is_killed(
     wide_demo: Path, programs: TrainServer, tmp_path: Path
 ) -> None:
-    """One is killed after the first rollout: the other takes its requests, every sample arrives, the
-    log-probs are right, and at the end nothing is left running."""
+    """One is killed in the first update or rollout: the other takes its work, every sample arrives,
+    the log-probs are right, and at the end nothing is left running."""
     out = tmp_path / "out"
     line = command_line(
         wide_demo, [], out, "--rollout-num-gpus", "2", "--num-rollout", "6", "--rollout-max-response-len", "48", "--update-weight-transport",
@@ -137,8 +137,8 @@ def test_servers_that_the_run_starts_and_one_that_is_killed(
 
 
 def kill_a_server(family: int, out: Path, killed: list[int], over: threading.Event) -> None:
-    """In a thread: the worker of one of the servers that the process `family` started, after the
-    first rollout."""
+    """In a thread: the worker of one of the servers that the process `family` started, once the run
+    has its file of metrics, which is when its first rollout begins."""
     while not over.wait(0.05):
         if not (out / "metrics.jsonl").exists():
             continue
