@@ -179,8 +179,7 @@ def test_gated_ones_token_by_token() -> None:
 
 def test_the_end_of_gated_ones_only_reads() -> None:
     x = gated_inputs()
-    block_input, _ = read_gated_streams(*x.values(), norm_epsilon=NORM_EPSILON)
-    read, writing = read_gated_streams(
-        *(x[name] for name in ("streams", "norm_weight", "down", "up")), None, NORM_EPSILON
-    )
+    reading = {name: x[name] for name in ("streams", "norm_weight", "down", "up")}
+    block_input, _ = read_gated_streams(**x, norm_epsilon=NORM_EPSILON)
+    read, writing = read_gated_streams(**reading, inject=None, norm_epsilon=NORM_EPSILON)
     assert writing is None and torch.equal(read, block_input)
