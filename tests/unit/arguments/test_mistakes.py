@@ -68,7 +68,12 @@ def test_models_of_the_hub(tmp_path: Path, flag: str) -> None:
         "--critic-load": ["--advantage-estimator", "ppo"],
     }.get(flag, [])
     argv = complete(tmp_path, *more, flag, "Qwen/Qwen3-0.6B", without=(flag,))
-    assert "hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B" in problem_of(argv)
+    assert "hf download Qwen/Qwen3-0.6B --local-dir Qwen/Qwen3-0.6B" in problem_of(argv)
+
+
+def test_a_folder_of_models_is_no_owner(tmp_path: Path) -> None:
+    argv = complete(tmp_path, "--hf-checkpoint", "models/Qwen3-0.6B", without=("--hf-checkpoint",))
+    assert "hf download OWNER/Qwen3-0.6B --local-dir models/Qwen3-0.6B" in problem_of(argv)
 
 
 def test_a_data_set_of_the_hub(tmp_path: Path) -> None:
@@ -76,7 +81,9 @@ def test_a_data_set_of_the_hub(tmp_path: Path) -> None:
     assert "hf download openai/gsm8k --repo-type dataset" in problem_of(argv)
 
 
-@pytest.mark.parametrize("path", ["{folder}/none", "./none", "none", "models/org/none"])
+@pytest.mark.parametrize(
+    "path", ["{folder}/none", "./none", "none", "models/org/none", "outputs/none"]
+)
 def test_a_path_is_no_name_of_the_hub(tmp_path: Path, path: str) -> None:
     argv = complete(tmp_path, "--ref-load", path.format(folder=tmp_path))
     assert problem_of(argv).endswith("no such folder")

@@ -104,6 +104,26 @@ def nodes_and_gpus(name: str) -> list[int]:
     return [int(n) for n in re.findall(r"^#SBATCH --(?:nodes|gpus-per-node)=(\d+)$", text, re.M)]
 
 
+@pytest.mark.parametrize("name", RECIPES)
+def test_its_page_has_the_commands_that_get_its_model_and_data(name: str) -> None:
+    """Each file that the run file names is what a command of the README leaves."""
+    page = (FOLDER / name / "README.md").read_text()
+    commands = "\n".join(re.findall(r"^```bash\n(.*?)^```", page, re.M | re.S))
+    settings = settings_of(name)
+    for key in ("hf_checkpoint", "opd_teacher_load"):
+        if path := settings.get(key):
+            assert re.search(
+                rf"^hf download [\w-]+/\S+ --local-dir {re.escape(path)}( |$)", commands, re.M
+            )
+    for path in (settings["prompt_data"], *settings.get("eval_prompt_data", ["x"])[1:]):
+        file = Path(path)
+        if str(file.parent) == "data/gsm8k":
+            (parts,) = re.findall(r"for part in ([\w ]+);", commands)
+            assert file.stem in parts.split() and 'output "data/gsm8k/$part.jsonl"' in commands
+        else:
+            assert path in commands
+
+
 def test_there_are_eight() -> None:
     assert len(RECIPES) == 8
 
