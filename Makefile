@@ -16,7 +16,7 @@ PYTEST := OMP_NUM_THREADS=$(TEST_THREADS) $(BIN)/python -m pytest -q -n $(TEST_W
 # Write bytecode even if the image disables it: hundreds of test processes import our modules.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: install demo test test-extended test-slow test-processors test-pretend-gpu te-python fuzz search-layouts search-configurations test-learning test-slurm sglang-env test-sglang vllm-env test-vllm cookbook-env test-cookbook newest-env test-newest see-env test-see pictures trl-env bench-trl gpu-check docs-env docs lint format typecheck flags proto parity parity-full clean
+.PHONY: install demo test test-extended test-slow test-processors test-pretend-gpu te-python fuzz search-layouts search-configurations test-learning test-slurm sglang-env test-sglang vllm-env test-vllm cookbook-env test-cookbook newest-env test-newest see-env test-see pictures test-skypilot trl-env bench-trl gpu-check docs-env docs lint format typecheck flags proto parity parity-full clean
 
 install: $(STAMP)
 
@@ -172,6 +172,14 @@ pictures: see-env
 	$(BIN)/python benchmarks/starter_table.py --output-dir outputs/starters --only grpo tool --seeds 1
 	$(SEE_ENV)/bin/python scripts/docs_pictures.py
 	PICTURES=docs/images OMP_NUM_THREADS=1 $(SEE_ENV)/bin/python -m pytest -q -rs -m see tests/see/test_faulty_runs.py
+
+# The task of scripts/skypilot as SkyPilot's package reads it, in a separate environment of 0.5 GB
+SKY_ENV ?= .venv-sky
+
+test-skypilot: install
+	test -x $(SKY_ENV)/bin/python || $(PYTHON) -m venv $(SKY_ENV)
+	$(SKY_ENV)/bin/python -m pip install --quiet "skypilot>=0.10,<1"
+	SKYPILOT_PYTHON=$(CURDIR)/$(SKY_ENV)/bin/python $(BIN)/python -m pytest -q -rs -n 0 tests/unit/scripts/test_cluster_manifests.py
 
 # TRL in a separate environment, to compare the time of a step
 TRL_ENV ?= .venv-trl

@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,12 @@ from tests.unit.scripts.test_launch_scripts import RECORDER
 
 JOB_SET = ROOT / "scripts/kubernetes/train.yaml"
 TASK = ROOT / "scripts/skypilot/train.yaml"
+
+READ = """
+import sys, sky
+task = sky.Task.from_yaml(sys.argv[1])
+print(task.name, task.num_nodes, task.volumes)
+"""
 
 
 def job_set() -> dict[str, Any]:
@@ -101,10 +108,20 @@ def test_the_volumes_of_the_pods() -> None:
     assert len(paths) == 4 and all(path.startswith(f"{mounted['shared']}/") for path in paths)
 
 
-def test_skypilot_reads_the_task() -> None:
-    sky = pytest.importorskip("sky", reason="skypilot")
-    task = sky.Task.from_yaml(str(TASK))
-    assert task.num_nodes == 2 and task.name == "slime-like"
+def test_skypilot_reads_the_task(tmp_path: Path) -> None:
+    """By its package, which `make test-skypilot` installs on its own. A key that it does not know is
+    an error."""
+    python = os.environ.get("SKYPILOT_PYTHON", sys.executable)
+    if subprocess.run([python, "-c", "import sky"], capture_output=True, timeout=120).returncode:
+        pytest.skip("no skypilot: make test-skypilot")
+    wrong = tmp_path / "wrong.yaml"
+    wrong.write_text(TASK.read_text(encoding="utf-8").replace("num_nodes:", "nodes:"))
+    read, rejected = (
+        subprocess.run([python, "-c", READ, str(path)], capture_output=True, text=True, timeout=120)
+        for path in (TASK, wrong)
+    )
+    assert read.stdout.splitlines()[-1:] == ["slime-like 2 {'/shared': 'slime-like'}"], read.stderr
+    assert rejected.returncode and "nodes" in rejected.stderr
 
 
 def test_what_the_task_starts(tmp_path: Path) -> None:
