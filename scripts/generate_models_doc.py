@@ -82,7 +82,7 @@ def rendered(rows: dict[str, dict[str, Any]], language: str) -> str:
 def take_figures(path: Path) -> None:
     """Put measured figures into docs/models.yaml."""
     rows = yaml.safe_load(DATA.read_text(encoding="utf-8"))
-    for name, *measured in json.loads(path.read_text(encoding="utf-8"))["rows"]:
+    for name, *measured in json.loads(path.read_text(encoding="utf-8"))["results"]["rows"]:
         values = dict(zip(FIGURES, measured)) | {LAYOUTS: measured[-1]}
         rows.setdefault(name, {})["figures"] = {k: float(f"{v:.1e}") for k, v in values.items()}
     write(rows)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
+from benchmarks.bench_common import write_json
 from scripts import generate_models_doc as program
 from slime_like.weights.families import model_families
 
@@ -36,7 +36,7 @@ def test_a_family_without_a_row_is_named(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 def test_measured_figures_are_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     measured = [3e-7, 1.26e-6, 5e-16, 2e-15, 0.0, 4, 6e-15]
-    (tmp_path / "out.json").write_text(json.dumps({"rows": [["LlamaForCausalLM", *measured]]}))
+    write_json(tmp_path / "out.json", {"rows": [["LlamaForCausalLM", *measured]]})
     rows = program.load()
     monkeypatch.setattr(program, "DATA", tmp_path / "models.yaml")
     program.write(rows)
