@@ -21,9 +21,9 @@ class SharedMemoryTransport(WeightTransport):
         with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
             folder = Path(memory) / "weights"
             write_hf(folder, weights, Path(servers.hf_checkpoint))
-            body = {"model_path": str(folder), "weight_version": str(version), "flush_cache": True}
+            calls = servers.api.load_folder(folder, version)  # of SGLang or vLLM
             servers.on_each(  # a server that fails is evicted; the others continue
                 workers,
-                lambda worker: servers.call(worker, "/update_weights_from_disk", body),
+                lambda worker: servers.call(worker, *calls),
                 "loading weights from memory",
             )
