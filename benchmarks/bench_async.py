@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import heapq
+import json
 import random
 import subprocess
 import sys
@@ -26,7 +27,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -210,7 +211,9 @@ def summary(
     )
 
 
-def simulate() -> None:
+def simulate() -> list[dict[str, Any]]:
+    """Simulated runs; returns the rows that it prints."""
+    found = []
     print("| engines | lengths | mode | samples/s | | engines idle | trainer idle | masked |")
     print("|---|---|---|---|---|---|---|---|")
     for engines in (64, 512):
@@ -228,6 +231,7 @@ def simulate() -> None:
                 result = from_pool(setting, staleness, waits=False)
                 rows.append((f"by sample, {staleness}, mask", result))
             for name, result in rows:
+                found.append({"engines": engines, "skewed": skewed, "mode": name, **asdict(result)})
                 print(
                     f"| {engines} | {'skewed' if skewed else 'equal'} | {name} "
                     f"| {result.samples_per_s:.1f} "
@@ -236,6 +240,7 @@ def simulate() -> None:
                     f"| {result.masked:.0%} |",
                     flush=True,
                 )
+    return found
 
 
 TOKENS = 8  # of a response
@@ -334,8 +339,9 @@ def run_once(folder: Path, mode: str, *, skewed: bool) -> Result:
     )
 
 
-def run() -> None:
-    """Real runs."""
+def run() -> list[dict[str, Any]]:
+    """Real runs; returns the rows that it prints."""
+    found = []
     print("| lengths | mode | samples/s | | engines idle | trainer idle | masked |")
     print("|---|---|---|---|---|---|---|")
     for skewed in (False, True):
@@ -344,22 +350,25 @@ def run() -> None:
             with tempfile.TemporaryDirectory() as folder:
                 result = run_once(Path(folder), mode, skewed=skewed)
             first = first or result
+            found.append({"skewed": skewed, "mode": mode, **asdict(result)})
             print(
                 f"| {'skewed' if skewed else 'equal'} | {mode} | {result.samples_per_s:.2f} "
                 f"| {result.samples_per_s / first.samples_per_s:.2f} | {result.engine_idle:.0%} "
                 f"| {result.trainer_idle:.0%} | {result.masked:.0%} |",
                 flush=True,
             )
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("what", nargs="?", default="simulate", choices=("simulate", "run"))
     sys.path.insert(0, str(ROOT))  # for tests/
-    if parser.parse_args().what == "run":
-        run()
-    else:
-        simulate()
+    parser.add_argument("--json", type=Path, help="write the numbers to this file")
+    options = parser.parse_args()
+    rows = run() if options.what == "run" else simulate()
+    if options.json is not None:
+        options.json.write_text(json.dumps(rows, indent=1))
 
 
 if __name__ == "__main__":

@@ -238,6 +238,7 @@ def test_latent_attention_of_the_transformer_engine_spec(impl: str, full: bool) 
         q_lora_rank=20,
         num_moe_experts=8,
         moe_layer_freq=[1],
+        moe_latent_size=None,
         linear_attention_freq=None,
         num_layers=1,
     )

@@ -31,9 +31,9 @@ REPOSITORY = Path(megatron_patches.__file__).parents[1]
 NOT_NEEDED = [
     name
     for name, needed in (
+        ("recompute_rest", release() < (0, 17)),
         ("moe_no_te", release() < (0, 17)),
         ("moe_permute", release() < (0, 17)),
-        ("recompute_rest", release() < (0, 17)),
         ("mla_no_te", release() < (0, 17)),
         ("mla_no_q_norm", release() >= (0, 19)),
     )

@@ -338,6 +338,7 @@ TESTED_ELSEWHERE = {
     "check_delta_net_parallel": "hf/test_delta_nets.py",
     "check_dense_network": "hf/test_moe.py",
     "check_distributed_backend": "test_machines.py",
+    "check_fused_activation": "hf/test_glm5_next.py",
     "check_indexer_stages": "hf/test_sparse_attention.py",
     "check_local_layers": "test_machines.py",
     "check_loss_scale": "test_untested.py",
