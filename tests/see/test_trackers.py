@@ -8,6 +8,7 @@ import math
 import sqlite3
 import struct
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -62,9 +63,13 @@ def wandb_run(folder: Path) -> tuple[Any, Numbers]:
     (path,) = folder.glob("wandb/offline-run-*/*.wandb")
     found: Numbers = {}
     run = None
-    for data in records_of(path):
-        record = wandb_internal_pb2.Record()
-        record.ParseFromString(data)
+    deadline = time.monotonic() + 30.0
+    records: list[Any] = []
+    # the process that writes the file may end its work a little after the run's end
+    while not any(r.HasField("exit") for r in records) and time.monotonic() < deadline:
+        records = [wandb_internal_pb2.Record.FromString(data) for data in records_of(path)]
+        time.sleep(0.05)
+    for record in records:
         if record.HasField("run"):
             run = run or record.run
         if record.HasField("history"):
