@@ -292,10 +292,11 @@ def test_a_server_that_keeps_answering_under_other_weights_stays_out(model: str)
         for _ in range(200):
             outputs = engine.generate(REQUESTS, SAMPLING)
             rejected += sum(output.finish_reason == "abort" for output in outputs)
-            if rejected == 3 and not any(w.returning for w in engine.pool.workers):
+            if rejected >= 3 and not any(w.returning for w in engine.pool.workers):
                 break
             time.sleep(0.05)
-        assert rejected == 3
+        # the third sends it away; requests that were under way with it are rejected as well
+        assert 3 <= rejected < 3 + len(REQUESTS)
         assert [w.url for w in engine.pool.alive()] == [servers[1].url]
         assert_right(engine.generate(REQUESTS, SAMPLING), model)
 
