@@ -160,6 +160,11 @@ class ModelHost:
         samples = samples_of(lengths, tokens, fields)
         if sets is not None:
             samples = with_sampling_masks(samples, sets)
+        if loss["kind"] == CUSTOM_LOSS:
+            samples = [
+                dataclasses.replace(sample, datums=torch.full((sample.response_length,), i))
+                for i, sample in enumerate(samples)
+            ]
         local_indices = list(range(self.layout.dp_rank, len(samples), self.layout.dp_size))
         local = [samples[i] for i in local_indices] or [empty_sample(samples[0])]
         max_tokens = self.settings.max_tokens_per_gpu or PASS_TOKENS
@@ -380,7 +385,6 @@ def samples_of(lengths: list[int], tokens: bytes, fields: Mapping[str, bytes]) -
                 tokens=row,
                 response_length=len(row),
                 loss_mask=torch.ones(len(row), dtype=torch.bool),
-                datums=torch.full((len(row),), i),
                 **values,
             )
         )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -94,20 +95,10 @@ def make_collector(
     sampling = training_sampling(config.rollout)
     filters = group_filters(config)
     max_failed = config.guards.max_failed_samples
+    make: Callable[..., Collector] = Collector
     if config.scheduling.fully_async:
-        pooled = PoolCollector(
-            pool_settings(config, num_rollouts),
-            config.scheduling,
-            config.rollout,
-            rollouter,
-            buffer,
-            sampling,
-            filters,
-            max_failed=max_failed,
-            streams=streams,
-        )
-        return pooled, buffer
-    collector = Collector(
+        make = partial(PoolCollector, pool_settings(config, num_rollouts))
+    collector = make(
         config.scheduling,
         config.rollout,
         rollouter,

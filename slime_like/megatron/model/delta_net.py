@@ -106,10 +106,12 @@ class DeltaNet(MegatronModule, ABC):
     def _projected(self) -> int:
         """Columns of the input projection per group."""
 
-    @abstractmethod
     def project(self, hidden_states: Tensor) -> Tensor:
         """What enters the recurrence: this rank's rows of hidden states -> [T / cp, groups,
         width], all rows of the context-parallel rank, of the groups of the tensor-parallel rank."""
+        mixed, _bias = self.in_proj(hidden_states)
+        x: Tensor = mixed.squeeze(1).unflatten(1, (self.groups, -1))
+        return x
 
     @abstractmethod
     def mix(self, x: Tensor, rows: DeltaRows, first: int) -> Tensor:
@@ -257,12 +259,6 @@ class GatedDeltaNet(DeltaNet):
 
     def _projected(self) -> int:
         return sum(self.widths)
-
-    def project(self, hidden_states: Tensor) -> Tensor:
-        """See `DeltaNet.project`."""
-        mixed, _bias = self.in_proj(hidden_states)
-        x: Tensor = mixed.squeeze(1).unflatten(1, (self.groups, -1))
-        return x
 
     def mix(self, x: Tensor, rows: DeltaRows, first: int) -> Tensor:
         """See `DeltaNet.mix`."""

@@ -66,12 +66,6 @@ class Mamba2(DeltaNet):
         yield "conv_bias", bias
         yield "D", torch.ones(self.groups * self.heads, **like)
 
-    def project(self, hidden_states: Tensor) -> Tensor:
-        """See `DeltaNet.project`."""
-        mixed, _bias = self.in_proj(hidden_states)
-        x: Tensor = mixed.squeeze(1).unflatten(1, (self.groups, -1))
-        return x
-
     def mix(self, x: Tensor, rows: DeltaRows, first: int) -> Tensor:
         """See `DeltaNet.mix`."""
         size = x.size(1)
