@@ -93,10 +93,12 @@ def test_mixing_keeps_the_sum_of_the_streams() -> None:
 
 def test_equal_streams_stay_equal_where_a_block_writes_alike() -> None:
     """After `spread`, the mean of the streams is a plain residual connection."""
-    hidden = torch.randn(TOKENS, 1, HIDDEN, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(7)
+    hidden = torch.randn(TOKENS, 1, HIDDEN, generator=generator, dtype=torch.float64)
     streams = spread(hidden, STREAMS)
     writing = torch.ones(TOKENS, STREAMS, dtype=torch.float64)
-    mixing = sinkhorn(torch.randn(TOKENS, STREAMS, STREAMS, dtype=torch.float64), 40, 1e-15)
+    logits = torch.randn(TOKENS, STREAMS, STREAMS, generator=generator, dtype=torch.float64)
+    mixing = sinkhorn(logits, 40, 1e-15)
     after = write_streams(streams, block(hidden), writing, mixing)
     assert torch.allclose(mean_of_streams(after), hidden + block(hidden), atol=1e-6)
 
