@@ -25,6 +25,7 @@ from torch import Tensor
 from megatron_patches.known_shapes import known_shapes
 from megatron_patches.patch import VERSIONS
 from slime_like.megatron.model.hyper_connections import streams_of
+from slime_like.megatron.moe import end_routing
 from slime_like.megatron.packed_batches import rows_of_pass
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.types import MicroBatch, TokenOutput
@@ -152,4 +153,5 @@ def run_schedule(
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
         )
+    end_routing(chunks)
     return outputs

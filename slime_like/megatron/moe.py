@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 from torch import Tensor
 
@@ -92,6 +93,18 @@ def begin_routing(
         rows = [replace(row, routed_experts=None) for row in rows]
         for router in routers[len(recorded_routers) :]:
             router.begin(rows, slot=0, record=False)
+
+
+def end_routing(chunks: Iterable[torch.nn.Module]) -> None:
+    """Forget the routing probabilities that token dispatchers keep of their last pass.
+
+    With them they keep its graph, whose hooks on the parameters hold the model: a cycle that goes
+    through C++, so that Python never frees a model with experts that was let go, nor its process
+    groups and their threads.
+    """
+    for module in itertools.chain.from_iterable(chunk.modules() for chunk in chunks):
+        if isinstance(module, MoELayer):
+            module.token_dispatcher.probs = None
 
 
 def clear_aux_losses() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from benchmarks.parity.cells import sizes_of
 from benchmarks.parity.steps import differences, parallel, train
@@ -26,3 +28,11 @@ def run_cells(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str
         found[name] = {k: v for k, v in apart.items() if k != "metrics"}
     dist.barrier()
     return found
+
+
+def layers_left(rank: int, world_size: int, arguments: dict[str, Any]) -> int:
+    """MoE layers that are still alive after a training that is over."""
+    with parallel() as layout:
+        train(arguments["folder"], layout, "--micro-batch-size 2")
+    gc.collect()
+    return sum(isinstance(found, MoELayer) for found in gc.get_objects())

@@ -14,9 +14,6 @@ EXACT = dict.fromkeys(("loss", "gradients", "weights", "log_probs"), 1e-12)
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
 PP2, CP2 = "--pipeline-model-parallel-size 2", "--context-parallel-size 2"
 EP2 = "--expert-model-parallel-size 2"
-# Gloo keeps the threads of process groups that are gone, and some spin: with a hundred cells in one
-# start they took more than the cells.
-CELLS_A_START = 10
 
 
 @dataclass
@@ -60,13 +57,4 @@ class FamilyLayouts:
             for family, layout in cells
         }
         worker = "tests.dist.families_worker:run_cells"
-        found: list[dict[str, dict[str, Any]]] = [{} for _ in range(ranks)]
-        names = list(words)
-        for first in range(0, len(names), CELLS_A_START):
-            part = {name: words[name] for name in names[first : first + CELLS_A_START]}
-            results = run_ranks(
-                worker, ranks, folder / str(first), {"cells": part}, timeout_s=self.timeout_s
-            )
-            for of_rank, result in zip(found, results, strict=True):
-                of_rank.update(result)
-        return found
+        return run_ranks(worker, ranks, folder, {"cells": words}, timeout_s=self.timeout_s)

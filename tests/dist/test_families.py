@@ -23,6 +23,7 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbed
 
 from arguments.hf.model import read_hf_model
 from benchmarks.parity.cells import RECOMPUTE
+from benchmarks.parity.ranks import run_ranks
 from scripts.make_tiny_model import ROOT, family_of, make_tiny_model, published_tensors
 from slime_like.megatron.model.gpt import _scale_embedding
 from slime_like.megatron.ops.attention import packed_rows
@@ -355,6 +356,14 @@ def family_layouts(folder: Path) -> FamilyLayouts:
 
 def test_a_layout_gives_the_numbers_of_one_process(layouts: FamilyLayouts, tmp_path: Path) -> None:
     layouts.check(2, IN_MAKE_TEST, tmp_path)
+
+
+def test_a_network_with_experts_is_freed(layouts: FamilyLayouts, tmp_path: Path) -> None:
+    """And with it its process groups, whose threads would slow down all that follows."""
+    layouts.make("Glm4MoeForCausalLM", tmp_path / "model")
+    worker = "tests.dist.families_worker:layers_left"
+    arguments = {"folder": str(tmp_path / "model")}
+    assert run_ranks(worker, 1, tmp_path / "run", arguments, timeout_s=120) == [0]
 
 
 @pytest.mark.extended
