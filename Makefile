@@ -104,7 +104,7 @@ test-slurm: install
 SGLANG_ENV ?= $(CURDIR)/.venv-sglang
 
 sglang-env:
-	PYTHON=$(PYTHON) bash scripts/sglang_cpu/make_env.sh $(SGLANG_ENV)
+	PYTHON=$(PYTHON) bash scripts/make_server_env.sh scripts/sglang_cpu $(SGLANG_ENV)
 
 # real servers, a router, and end-to-end runs; minutes
 test-sglang: install sglang-env
@@ -114,7 +114,7 @@ test-sglang: install sglang-env
 VLLM_ENV ?= $(CURDIR)/.venv-vllm
 
 vllm-env:
-	PYTHON=$(PYTHON) bash scripts/vllm_cpu/make_env.sh $(VLLM_ENV)
+	PYTHON=$(PYTHON) bash scripts/make_server_env.sh scripts/vllm_cpu $(VLLM_ENV)
 
 # real servers and end-to-end runs; minutes
 test-vllm: install vllm-env

@@ -4,6 +4,7 @@ to a folder."""
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -114,3 +115,19 @@ def illegal_value(
     assert legal is not None
     numbers = (0, -1, 2) if is_integer else (0.0, -1.0, 1.0, 2.0)
     return next(number for number in numbers if not legal.holds(number))
+
+
+def interpreter_with(folder: Path, files: Mapping[str, str]) -> str:
+    """A Python that has these modules, as an installation that flags are checked against.
+
+    Args:
+        files: Sources by path below site-packages.
+    """
+    for file, source in files.items():
+        path = folder / "site" / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(source)
+    script = folder / "python"
+    script.write_text(f'#!/bin/sh\nPYTHONPATH={folder / "site"} exec {sys.executable} "$@"\n')
+    script.chmod(0o755)
+    return str(script)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,14 +16,6 @@ NODES = [
     {"op": "call_method", "name": "sum_1", "target": "sum", "args": [{"ref": "logprobs"}]},
     {"op": "output", "name": "output", "target": "output", "args": [{"tuple": [{"ref": "sum_1"}, {"dict": {}}]}]},
 ]  # fmt: skip
-
-
-@pytest.fixture
-def api(tmp_path: Path) -> Iterator[Api]:
-    api = Api(tmp_path)
-    api.open()
-    yield api
-    api.close()
 
 
 def body(session: str, seq: int, name: str = "total") -> dict[str, Any]:

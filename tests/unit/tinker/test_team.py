@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,6 @@ from slime_like.tinker.errors import Failed
 from tests.api_in_process import Api
 
 FIRST, SECOND, OPERATOR = "tml-first-key-000", "tml-second-key-00", "tml-operator-key"
-
-
-@pytest.fixture
-def api(tmp_path: Path) -> Iterator[Api]:
-    made = Api(tmp_path)
-    made.open()
-    yield made
-    made.close()
 
 
 def test_metrics_count_what_is_executed(api: Api) -> None:

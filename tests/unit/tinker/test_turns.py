@@ -4,7 +4,6 @@ it, and what comes next would wait behind a gap."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +13,6 @@ from tests.api_in_process import Api
 
 ADAM = {"learning_rate": 1e-3}
 LONG = {"ttl_seconds": 1}
-
-
-@pytest.fixture
-def api(tmp_path: Path) -> Iterator[Api]:
-    api = Api(tmp_path)
-    api.open()
-    yield api
-    api.close()
 
 
 def refuse(api: Api, path: str, body: dict[str, Any], status: int = 422) -> str:

@@ -3,7 +3,6 @@ rule broken."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,6 +19,7 @@ from slime_like.weight_sync.transports.base import (
 from tests.unit.command_lines import (
     assert_refused,
     complete,
+    interpreter_with,
     problems_of,
     problems_of_flags,
     refused,
@@ -35,20 +35,14 @@ ROUTER = "class RouterArgs:\n    policy: str = 'cache_aware'\n    port: int = 30
 @pytest.fixture
 def python(tmp_path: Path) -> str:
     """An interpreter that has an SGLang of a few settings."""
-    for file, source in {
+    files = {
         "sglang/__init__.py": "",
         "sglang/srt/server_args.py": "class ServerArgs:\n    pass\n",
         "sglang/srt/arg_groups/fields/serving.py": SERVER,
         "sglang_router/__init__.py": "",
         "sglang_router/router_args.py": ROUTER,
-    }.items():
-        path = tmp_path / "site" / file
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(source)
-    script = tmp_path / "python"
-    script.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path / "site"} exec {sys.executable} "$@"\n')
-    script.chmod(0o755)
-    return str(script)
+    }
+    return interpreter_with(tmp_path, files)
 
 
 SGLANG = "--rollout-engine sglang --sglang-python {python} "

@@ -10,7 +10,13 @@ import pytest
 
 from arguments.parse import parse_args
 from arguments.run_config import RunConfig
-from tests.unit.command_lines import assert_refused, complete, problems_of_flags, refused
+from tests.unit.command_lines import (
+    assert_refused,
+    complete,
+    interpreter_with,
+    problems_of_flags,
+    refused,
+)
 
 ENGINE = "class EngineArgs:\n    max_num_seqs: int = 1\n    logprobs_mode: str = 'raw_logprobs'\n"
 
@@ -18,14 +24,8 @@ ENGINE = "class EngineArgs:\n    max_num_seqs: int = 1\n    logprobs_mode: str =
 @pytest.fixture
 def python(tmp_path: Path) -> str:
     """An interpreter that has a vLLM of a few settings."""
-    for file, source in {"vllm/__init__.py": "", "vllm/engine/arg_utils.py": ENGINE}.items():
-        path = tmp_path / "site" / file
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(source)
-    script = tmp_path / "python"
-    script.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path / "site"} exec {sys.executable} "$@"\n')
-    script.chmod(0o755)
-    return str(script)
+    files = {"vllm/__init__.py": "", "vllm/engine/arg_utils.py": ENGINE}
+    return interpreter_with(tmp_path, files)
 
 
 VLLM = "--rollout-engine vllm --vllm-python {python} "
