@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from slime_like.tinker import proto
 from slime_like.tinker.errors import Failed
@@ -103,10 +104,8 @@ def sample_output(
     last_n = request.get("last_n")
     _set_top(response.topk_prompt_logprobs, samples.get("top_prompt"), last_n)
     if samples["prompt_log_probs"] is not None:
-        scores = np.frombuffer(samples["prompt_log_probs"], dtype="<f4").copy()
-        if last_n is not None:
-            scores[:-last_n] = np.nan
-        response.prompt_logprobs = scores.tobytes()
+        scores = np.frombuffer(samples["prompt_log_probs"], dtype="<f4")
+        response.prompt_logprobs = _last(scores, last_n, np.nan)
     targets = samples.get("targets")
     if targets is not None:
         _set_targets(response.target_prompt_logprobs, targets, request["targets"]["layout"])
@@ -116,6 +115,13 @@ def sample_output(
         log_probs = response.prompt_alt_tokens.logprobs
         _set_dense(log_probs, alt["log_probs"], proto.DTYPE_FLOAT32, alt["k"])
     return response.SerializeToString(), PROTOBUF
+
+
+def _last(values: NDArray[Any], count: int | None, missing: float) -> bytes:
+    """The values, with `missing` in place of all but the last `count`; None: all of them."""
+    if count is not None:
+        values = np.concatenate([np.full_like(values[:-count], missing), values[-count:]])
+    return values.tobytes()
 
 
 def _set_dense(tensor: Message, data: bytes, dtype: int, columns: int) -> None:
@@ -140,12 +146,9 @@ def _set_targets(tensor: Message, scores: bytes, layout: Mapping[str, Any]) -> N
 def _set_top(message: Message, top: TopTokens | None, last_n: int | None = None) -> None:
     """last_n: the number of last positions that were asked for; None for all."""
     if top is not None:
-        tokens = np.frombuffer(top["tokens"], dtype="<i4").copy()
-        log_probs = np.frombuffer(top["log_probs"], dtype="<f4").copy()
-        if last_n is not None:
-            tokens[: -last_n * top["k"]] = 0
-            log_probs[: -last_n * top["k"]] = MISSING_LOG_PROB
-        message.token_ids = tokens.tobytes()
-        message.logprobs = log_probs.tobytes()
+        count = None if last_n is None else last_n * top["k"]
+        message.token_ids = _last(np.frombuffer(top["tokens"], dtype="<i4"), count, 0)
+        log_probs = np.frombuffer(top["log_probs"], dtype="<f4")
+        message.logprobs = _last(log_probs, count, MISSING_LOG_PROB)
         message.k = top["k"]
         message.length = top["length"]
