@@ -219,7 +219,8 @@ def disagreements(
     if "num_layers" in checkpoint:
         for name in sorted(NONE_BY_DEFAULT & explicit.keys() - checkpoint.keys()):
             if explicit[name]:
-                add(flag_name(name), explicit[name], ", which has none")
+                value = explicit[name]
+                add(flag_name(name), None if value is True else value, ", which has none")
     heads = checkpoint.get("num_attention_heads")
     single_groups = heads is not None and checkpoint.get("num_query_groups") == heads
     if given.get("group_query_attention") and single_groups:

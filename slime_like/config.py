@@ -33,19 +33,29 @@ class Problem:
     value: object  # what was given
     message: str  # the problem, the legal values and the remedy
 
-    def __str__(self) -> str:
+    @property
+    def setting(self) -> str:
+        """The flag and what was given."""
         value = "" if self.value is None else f" (given: {mask_settings(self.value)!r})"
-        return f"{self.flag}{value}: {self.message}"
+        return f"{self.flag}{value}"
+
+    def __str__(self) -> str:
+        return f"{self.setting}: {self.message}"
 
 
 class ConfigError(ValueError):
-    """All errors of a command line or a run file, reported together."""
+    """All errors of a command line or a run file, reported together: a setting is named once, with
+    everything that is wrong with it."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         assert problems, "a ConfigError needs a problem"
         self.problems = tuple(problems)
-        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        lines = [f"{count} in the configuration:", *(f"  - {p}" for p in self.problems)]
+        messages: dict[str, list[str]] = {}
+        for problem in self.problems:
+            messages.setdefault(problem.setting, []).append(problem.message)
+        count = "1 problem" if len(messages) == 1 else f"{len(messages)} problems"
+        lines = [f"{count} in the configuration:"]
+        lines += [f"  - {name}: {'; also '.join(each)}" for name, each in messages.items()]
         super().__init__("\n".join(lines))
 
     def __reduce__(self) -> tuple[object, ...]:

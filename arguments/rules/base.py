@@ -34,6 +34,11 @@ class Settings(ConfigGroups):
         return not self.debug.debug_rollout_only
 
     @property
+    def needs_hf_checkpoint(self) -> bool:
+        """Whether the run cannot do without --hf-checkpoint, which one rule asks for."""
+        return not self.debug.debug_train_only
+
+    @property
     def supervised(self) -> bool:
         return self.algorithm.loss_type == "sft_loss"
 

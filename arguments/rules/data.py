@@ -40,10 +40,14 @@ def check_row_keys(s: Settings) -> list[Problem]:
         if keys and key is not None and not _is_among(key, keys):
             message = f"no such key in {data.prompt_data}; its keys: {_join(keys)}"
             problems += problem(name, key, message)
+    reported = {p.value for p in problems}
     flag = "eval_prompt_data" if s.eval.eval_config is None else "eval_config"
     for each in s.eval_sets if s.evaluates else ():
         keys = _keys_of(each.path, data.skip_bad_rows)
-        for key in (each.input_key or data.input_key, each.label_key or data.label_key):
+        for own, shared in ((each.input_key, data.input_key), (each.label_key, data.label_key)):
+            key = own or shared
+            if own is None and shared in reported:
+                continue
             if keys and key is not None and not _is_among(key, keys):
                 message = f"set {each.name}: no key {key!r} in {each.path}; its keys: {_join(keys)}"
                 problems += problem(flag, None, message)
@@ -60,7 +64,8 @@ def check_images(s: Settings) -> list[Problem]:
         what = f"{', '.join(map(repr, kinds))} is not offered; " if kinds else ""
         return problem("multimodal_keys", None, what + """must be like '{"image": "images"}'""")
     if s.model.hf_checkpoint is None:
-        return problem("multimodal_keys", None, "requires --hf-checkpoint with an image processor")
+        message = "requires --hf-checkpoint with an image processor"
+        return [] if s.needs_hf_checkpoint else problem("multimodal_keys", None, message)
     renders = s.data.apply_chat_template or s.algorithm.pair_loss is not None
     if s.generates and not renders and not s.agents.given:
         message = "requires --apply-chat-template, since the template writes the placeholders"

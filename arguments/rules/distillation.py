@@ -10,7 +10,7 @@ from arguments.hf.hub import download_hint
 from arguments.hf.model import HfModel, read_hf_model
 from arguments.rules.base import Rule, Settings, problem
 from arguments.rules.files import NO_MODEL, has_model
-from arguments.rules.pipeline import virtual_stages_of
+from arguments.rules.pipeline import check_pipeline_split, virtual_stages_of
 from arguments.schema import DistillationConfig
 from slime_like.checkpoints.folders import is_checkpoint_root
 from slime_like.config import ConfigError, Problem, flag_name
@@ -87,21 +87,24 @@ def check_teacher_model(s: Settings) -> list[Problem]:
 
 
 def _check_teacher_layout(s: Settings, teacher: HfModel) -> list[Problem]:
-    """The teacher uses the policy's parallel sizes, which must divide its heads and layers."""
+    """The teacher uses the policy's parallel sizes, which must divide its heads and layers. What
+    they do not divide in the policy either is reported there."""
     parallel = s.parallel
     network = teacher.transformer
     tensor = parallel.tensor_model_parallel_size
     messages = []
-    heads = network["num_attention_heads"]
-    groups = network.get("num_query_groups")
-    for name, size in (("attention heads", heads), ("key-value heads", groups)):
-        if size is not None and size % tensor:
+    for name, key in (
+        ("attention heads", "num_attention_heads"),
+        ("key-value heads", "num_query_groups"),
+    ):
+        size = network.get(key)
+        if size is not None and size % tensor and not (s.core.get(key) or 0) % tensor:
             messages.append(
                 f"has {size} {name}, not divisible by --tensor-model-parallel-size {tensor}"
             )
     layers = network["num_layers"]
     stages = parallel.pipeline_model_parallel_size * (virtual_stages_of(parallel, s.core) or 1)
-    if layers % stages:
+    if layers % stages and not check_pipeline_split(s):
         messages.append(f"has {layers} layers, not divisible by the policy's {stages} stages")
     vocabulary = teacher.gpt["vocab_size"]
     if s.gpt.vocab_size is not None and vocabulary < s.gpt.vocab_size:

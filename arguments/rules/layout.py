@@ -22,15 +22,20 @@ def check_world_size(s: LayoutSettings) -> list[Problem]:
     size = s.parallel.model_parallel_size
     if s.world_size % size == 0:
         return []
-    names = ["tensor_model_parallel_size", "pipeline_model_parallel_size"]
+    sizes = {
+        "tensor_model_parallel_size": parallel.tensor_model_parallel_size,
+        "pipeline_model_parallel_size": parallel.pipeline_model_parallel_size,
+    }
     if parallel.context_parallel_size > 1:
-        names.append("context_parallel_size")
-    sizes = " x ".join(f"{flag_name(name)} {getattr(parallel, name)}" for name in names)
-    message = f"{sizes} = {size} does not divide the {s.world_size} processes"
+        sizes["context_parallel_size"] = parallel.context_parallel_size
+    name = next(name for name, value in sizes.items() if value > 1)
+    given = sizes.pop(name)
+    others = " ".join(f"x {flag_name(other)} {value}" for other, value in sizes.items())
+    message = f"{others} = {size} does not divide the {s.world_size} processes"
     if s.world_size < size:
         message += f", and the model needs at least {size}"
     message += "; change a size or the number of processes"
-    return problem("tensor_model_parallel_size", None, message)
+    return problem(name, given, message)
 
 
 def check_tensor_parallel(s: LayoutSettings) -> list[Problem]:

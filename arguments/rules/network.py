@@ -42,7 +42,7 @@ def check_network_flags(s: Settings) -> list[Problem]:
 
 
 def check_hf_checkpoint(s: Settings) -> list[Problem]:
-    if s.model.hf_checkpoint is not None or s.debug.debug_train_only:
+    if s.model.hf_checkpoint is not None or not s.needs_hf_checkpoint:
         return []
     message = "required: a folder with a Hugging Face model and its tokenizer"
     return problem("hf_checkpoint", None, message)

@@ -7,10 +7,10 @@ from slime_like.config import Problem
 
 
 def check_profile_ranks(s: Settings) -> list[Problem]:
-    for rank in s.profiling.profile_ranks:
-        if not 0 <= rank < s.world_size:
-            return problem("profile_ranks", rank, f"legal ranks: 0 to {s.world_size - 1}")
-    return []
+    ranks = s.profiling.profile_ranks
+    if all(0 <= rank < s.world_size for rank in ranks):
+        return []
+    return problem("profile_ranks", ranks, f"legal ranks: 0 to {s.world_size - 1}")
 
 
 PROFILING_RULES: tuple[Rule, ...] = (check_profile_ranks,)

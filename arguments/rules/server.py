@@ -15,7 +15,6 @@ from arguments.rules.moe import MOE_RULES
 from arguments.rules.network import NETWORK_RULES
 from arguments.rules.sglang import (
     check_server_addresses,
-    check_server_checkpoint,
     check_sglang_installation,
     check_started_servers,
     check_unused_sglang_flags,
@@ -253,7 +252,6 @@ SERVER_RULES: tuple[Rule, ...] = (
     check_server_addresses,
     check_started_servers,
     check_sglang_installation,
-    check_server_checkpoint,
     check_max_sequence_length,
     check_server_dir,
 )

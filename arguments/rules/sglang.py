@@ -6,7 +6,6 @@ import dataclasses
 import importlib.util
 import re
 from collections.abc import Collection, Mapping
-from pathlib import Path
 
 from arguments.flags import PASSED_ON
 from arguments.rules.base import Rule, Settings, problem
@@ -97,13 +96,16 @@ def check_unused_sglang_flags(s: Settings) -> list[Problem]:
             f"has no effect with --rollout-engine {engine}; remove it or add --rollout-engine "
             f"{legal}"
         )
-        if isinstance(value, dict):  # flags that are passed on
-            prefix = next(p for p, collector in PASSED_ON.items() if collector == field.name)
-            for key, text in value.items():
-                problems.append(Problem(_passed_on_flag(prefix, key), text, message))
-        else:
-            problems += problem(field.name, value, message)
+        problems += _of_server_setting(field.name, value, message)
     return problems
+
+
+def _of_server_setting(field: str, value: object, message: str) -> list[Problem]:
+    """The problem of a setting; of every flag that is passed on, if it collects those."""
+    if not isinstance(value, dict):
+        return problem(field, value, message)
+    prefix = next(p for p, collector in PASSED_ON.items() if collector == field)
+    return [Problem(_passed_on_flag(prefix, key), text, message) for key, text in value.items()]
 
 
 def _passed_on_flag(prefix: str, setting: str) -> str:
@@ -144,15 +146,15 @@ def check_started_servers(s: Settings) -> list[Problem]:
     gpus = gpus_of_servers(s)
     problems = []
     if gpus is None:
-        started = {
-            "rollout_num_gpus_per_engine": g.rollout_num_gpus_per_engine,
-            "sglang_server_flags": g.sglang_server_flags,
-            "vllm_server_flags": s.vllm.vllm_server_flags,
-        }
+        started: dict[str, object] = {"rollout_num_gpus_per_engine": g.rollout_num_gpus_per_engine}
+        if uses_sglang(s):
+            started["sglang_server_flags"] = g.sglang_server_flags
+        else:
+            started["vllm_server_flags"] = s.vllm.vllm_server_flags
         for name, value in started.items():
             if name in s.given:
                 message = "has no effect on external servers; remove it or add --rollout-num-gpus"
-                problems += problem(name, value, message)
+                problems += _of_server_setting(name, value, message)
         return problems
     if gpus % g.rollout_num_gpus_per_engine:
         message = (
@@ -163,7 +165,10 @@ def check_started_servers(s: Settings) -> list[Problem]:
 
 
 def starts_router(s: Settings) -> bool:
-    return not s.sglang.no_sglang_router and s.sglang.sglang_router_ip is None
+    """Whether the run starts a router, for servers that it starts or that run already."""
+    g = s.sglang
+    has_servers = gpus_of_servers(s) is not None or g.rollout_external_engine_addrs is not None
+    return has_servers and not g.no_sglang_router and g.sglang_router_ip is None
 
 
 def check_sglang_installation(s: Settings) -> list[Problem]:
@@ -180,11 +185,12 @@ def check_sglang_installation(s: Settings) -> list[Problem]:
         sglang, router = packages_of(python)
     except (OSError, ValueError) as error:
         return problem("sglang_python", g.sglang_python, f"cannot be run: {error}")
-    gpus = gpus_of_servers(s)
-    if gpus is not None and sglang is None:
+    starts = gpus_of_servers(s) is not None and g.rollout_external_engine_addrs is None
+    if starts and sglang is None:  # an environment that has it may have the router, too
         message = f"requires SGLang, which {python} does not have; set --sglang-python"
-        problems += problem("rollout_num_gpus", gpus, message)
-    elif gpus is not None and sglang is not None:
+        name = "colocate" if g.rollout_num_gpus is None else "rollout_num_gpus"
+        return problem(name, g.rollout_num_gpus, message)
+    if starts and sglang is not None:
         problems += unknown_settings(
             "--sglang-", g.sglang_server_flags, server_fields(sglang), OWN_SERVER_SETTINGS
         )
@@ -240,7 +246,7 @@ def check_weight_transport(s: Settings) -> list[Problem]:
     if not uses_servers(s):
         return []
     problems = []
-    if g.colocate and (g.rollout_num_gpus or 0) > s.world_size:
+    if uses_sglang(s) and g.colocate and (g.rollout_num_gpus or 0) > s.world_size:
         message = (
             f"with --colocate servers share the trainer's GPUs, of which there are {s.world_size}; "
             "leave it out for servers on all of them"
@@ -285,14 +291,6 @@ def _check_replicas(s: Settings) -> list[Problem]:
     return []
 
 
-def check_server_checkpoint(s: Settings) -> list[Problem]:
-    folder = s.model.hf_checkpoint
-    if not uses_servers(s) or folder is None or Path(folder).is_dir():
-        return []
-    message = "must be a folder: servers read its config.json and tokenizer"
-    return problem("hf_checkpoint", folder, message)
-
-
 def completed_sglang(s: Settings) -> SglangConfig:
     g = s.sglang
     shared = "cuda_ipc" if s.machine.cuda else "tensor"
@@ -312,5 +310,4 @@ SGLANG_RULES: tuple[Rule, ...] = (
     check_started_servers,
     check_sglang_installation,
     check_weight_transport,
-    check_server_checkpoint,
 )

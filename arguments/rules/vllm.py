@@ -51,20 +51,26 @@ def check_vllm_limits(s: Settings) -> list[Problem]:
         problems += problem("use_rollout_routing_replay", None, message)
     if s.data.multimodal_keys is not None:
         message = "not supported with --rollout-engine vllm; use sglang or local"
-        problems += problem("multimodal_keys", s.data.multimodal_keys, message)
-    folder = s.model.hf_checkpoint
-    if folder is not None and folder_quantization(folder):
+        problems += problem("multimodal_keys", None, message)
+    if _has_quantized_weights(s.model.hf_checkpoint):
         message = (
             "is quantised, and weight updates of --rollout-engine vllm are not; use sglang or a "
             "folder in bf16"
         )
-        problems += problem("hf_checkpoint", folder, message)
+        problems += problem("hf_checkpoint", s.model.hf_checkpoint, message)
     if s.sglang.rollout_num_gpus_per_engine > 1 and not s.machine.cuda:
         message = "must be 1 without a GPU: a server on a CPU has one rank"
         problems += problem(
             "rollout_num_gpus_per_engine", s.sglang.rollout_num_gpus_per_engine, message
         )
     return problems
+
+
+def _has_quantized_weights(folder: str | None) -> bool:
+    try:
+        return folder is not None and folder_quantization(folder) is not None
+    except ValueError:  # which read_hf_model reports
+        return False
 
 
 def check_vllm_installation(s: Settings) -> list[Problem]:
@@ -74,8 +80,8 @@ def check_vllm_installation(s: Settings) -> list[Problem]:
     if importlib.util.find_spec("httpx") is None:
         return problem("rollout_engine", "vllm", f"requires httpx: {pip_install('sglang')}")
     gpus = gpus_of_servers(s)
-    if gpus is None:
-        return []
+    if gpus is None or s.sglang.rollout_external_engine_addrs is not None or s.sglang.colocate:
+        return []  # the latter two are reported with other rules
     python = interpreter(s.vllm.vllm_python)
     try:
         vllm = folder_of(python, "vllm")

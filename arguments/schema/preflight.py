@@ -76,7 +76,9 @@ class PreflightConfig(CheckedSettings):
 
     @property
     def world_size(self) -> int | None:
-        """Processes of the planned job, if the flags say so."""
+        """Processes of the planned job, if there is one and the flags say so."""
+        if not self.preflight:
+            return None
         if self.preflight_nodes is not None:
             return self.preflight_nodes * self.preflight_gpus_per_node
         return self.preflight_world_size

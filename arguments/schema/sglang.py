@@ -58,7 +58,7 @@ class SglangConfig(CheckedSettings):
         "Port of the external sglang_router; without --sglang-router-ip, of the one that this run "
         "starts. Default: a free port.",
         legal=POSITIVE,
-        required_with="sglang_router_ip",
+        required_with=("sglang_router_ip", "rollout_engine=sglang"),
     )
     no_sglang_router: bool = arg(
         False,

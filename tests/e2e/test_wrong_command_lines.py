@@ -30,12 +30,12 @@ WRONG: list[tuple[str, int, tuple[str, ...]]] = [
     (
         "--advantage-estimator ppo --critic-pipeline-model-parallel-size 4",
         2,
-        ("--critic-tensor-model-parallel-size",),
+        ("--critic-pipeline-model-parallel-size",),
     ),
     (
         "--colocate --rollout-num-gpus 2",
         1,
-        ("--rollout-num-gpus", "--rollout-engine"),
+        ("--rollout-num-gpus",),
     ),
     (
         "--loss-type sft_loss --entropy-coef 0.1 --eval-interval 1",

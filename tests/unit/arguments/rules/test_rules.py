@@ -102,8 +102,8 @@ CASES: list[tuple[str, str, tuple[str, ...], int, str, str]] = [
      "--pipeline-model-parallel-layout", "has 5 stages"),
     ("check_world_size", "--tensor-model-parallel-size 2", (), 3, "--tensor-model-parallel-size",
      "does not divide the 3 processes"),
-    ("check_world_size", "--context-parallel-size 2", (), 3, "--tensor-model-parallel-size",
-     "--context-parallel-size 2 = 2 does not divide"),
+    ("check_world_size", "--context-parallel-size 2", (), 3, "--context-parallel-size",
+     "x --pipeline-model-parallel-size 1 = 2 does not divide"),
     ("check_declared_rules", "--sequence-parallel", (), 1, "--sequence-parallel",
      "--tensor-model-parallel-size above 1"),
     ("check_tensor_parallel", "--tensor-model-parallel-size 4", (), 4,
@@ -348,7 +348,6 @@ TESTED_ELSEWHERE = {
     "check_pair_loss": "rules/test_pairs.py",
     "check_pairs": "rules/test_pairs.py",
     "check_profile_ranks": "../preflight/test_flops.py",
-    "check_server_checkpoint": "rules/test_server.py",
     "check_server_packages": "rules/test_server.py",
     "check_transformer_engine": "test_machines.py",
 }
@@ -440,7 +439,9 @@ def made_false(condition: str) -> tuple[list[str], list[str]]:
     if sign == "=" and str(flag.default) in legal:
         other = next(choice for choice in flag.choices or () if choice not in legal)
         return [flag.on[0], str(other)], []
-    return [], [flag.on[0]] if name in ("num_rollout", "hf_checkpoint") else []
+    if name == "hf_checkpoint":  # without this switch, it is asked for in place of the rule
+        return ["--debug-train-only"], [flag.on[0]]
+    return [], [flag.on[0]] if name == "num_rollout" else []
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ REFUSED = [
      "--rollout-external-engine-addrs host:port"),
     ("check_server_addresses", HERE + "--rollout-num-gpus 2", "--rollout-num-gpus",
      "cannot be combined with"),
-    ("check_started_servers", HERE + "--vllm-max-num-seqs 4", "--vllm-server-flags",
+    ("check_started_servers", HERE + "--vllm-max-num-seqs 4", "--vllm-max-num-seqs",
      "add --rollout-num-gpus"),
     ("check_vllm_installation", STARTED + "--vllm-max-num-seq 4", "--vllm-max-num-seq",
      "did you mean --vllm-max-num-seqs?"),
