@@ -33,7 +33,10 @@ LAYER_CONFIG_FIELDS = {
     "without_pre_norms",
     "qk_norm_of_all_heads",
     "yarn_rotary_scaling_factor",
+    "residual_multiplier",
 }
+# of attention whose heads differ by layer
+SIZED_FIELDS = {"window_groups", "value_channels"}
 PRECISION_AWARE_FIELDS = {
     "use_precision_aware_optimizer",
     "optimizer_cpu_offload",
@@ -229,6 +232,8 @@ def transformer_config_type(values: Mapping[str, object]) -> type[TransformerCon
         return _kimi_config()
     if values.get("block_pattern"):
         return _mamba_config()
+    if SIZED_FIELDS & values.keys():
+        return _sized_config()
     if values.get("multi_latent_attention"):
         return _sparse_config() if values.get("index_topk") else MLATransformerConfig
     return _layer_config() if LAYER_CONFIG_FIELDS & values.keys() else TransformerConfig
@@ -247,7 +252,10 @@ def _layer_config() -> type[TransformerConfig]:
         without_pre_norms: bool = False  # do not normalise the inputs of attention and MLP
         qk_norm_of_all_heads: bool = False  # one norm over all query heads, one over all key heads
         window_rotary_base: float | None = None  # rotary base of layers with a sliding window
-        embedding_scale: float = 1.0
+        embedding_scale: float = 1.0  # in the dtype of the embeddings
+        embedding_multiplier: float = 1.0
+        residual_multiplier: float = 1.0  # of the outputs of attention and MLP
+        logits_scaling: float = 1.0  # divides the hidden states before the output layer
         # YaRN settings, which GPTModel reads from the config
         yarn_rotary_scaling_factor: float = 1.0
         yarn_original_max_position_embeddings: int = 4096
@@ -258,6 +266,29 @@ def _layer_config() -> type[TransformerConfig]:
         yarn_correction_range_round_to_int: bool = True
 
     return LayerConfig
+
+
+@functools.cache
+def _sized_config() -> type[TransformerConfig]:
+    @dataclasses.dataclass
+    class SizedConfig(_layer_config()):  # type: ignore[misc]
+        """LayerConfig with fields for slime_like/megatron/model/sized_attention.py."""
+
+        # of layers with a sliding window, if other than in the rest
+        window_heads: int | None = None
+        window_groups: int | None = None
+        window_channels: int | None = None
+        value_channels: int | None = None  # size of a value, if other than of a key
+        value_scale: float = 1.0
+        value_norm: bool = False  # values are normalised by head, without a weight
+        keys_are_values: bool = False  # in layers without a window
+        sinks_of_windows: bool = False  # only layers with a window have the learned sinks
+
+        def __post_init__(self) -> None:
+            self.hetereogenous_dist_checkpoint = True  # tensors of layers differ in shape
+            super().__post_init__()
+
+    return SizedConfig
 
 
 @functools.cache

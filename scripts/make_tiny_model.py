@@ -198,7 +198,7 @@ def add_prediction_layers(folder: Path, family: ModelFamily, count: int) -> None
     counts = [sum(name.startswith(s) for name in tensors) for s in starts]
     like = [s for s, n in zip(starts, counts, strict=True) if n == max(counts)][-1]
     own = {name.removeprefix(like): x for name, x in tensors.items() if name.startswith(like)}
-    own_sizes = Sizes(hf.transformer["hidden_size"], *[0] * 5)
+    own_sizes = Sizes(hf.transformer["hidden_size"], 0, 0, 0, 0, 0)
     for number in range(count):
         layer = number + layers * names.after_the_last
         start = f"{names.layer}.".format(layer=layer)

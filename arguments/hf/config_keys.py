@@ -115,7 +115,6 @@ REFUSED_WHEN_SET = {
     "tie_encoder_decoder": "encoder-decoder models are not supported",
 }
 _MAMBA = "Mamba layers of another kind"
-_MULTIPLIERS = "multipliers of embeddings, residual terms and logits"
 _CLASSIC = "LayerNorm with biases and an MLP without a gate"
 # Popular architectures that are not supported -> (what is missing, the nearest family).
 UNSUPPORTED: Mapping[str, tuple[str, str]] = {
@@ -134,7 +133,6 @@ UNSUPPORTED: Mapping[str, tuple[str, str]] = {
             "JambaForCausalLM",
             "ZambaForCausalLM",
             "Zamba2ForCausalLM",
-            "GraniteMoeHybridForCausalLM",
         ),
         (_MAMBA, "NemotronHForCausalLM"),
     ),
@@ -147,10 +145,6 @@ UNSUPPORTED: Mapping[str, tuple[str, str]] = {
         ("lightning attention", "MiniMaxM2ForCausalLM"),
     ),
     "BailingHybridForCausalLM": ("linear attention with its own decay", "Qwen3NextForCausalLM"),
-    "MiMoV2FlashForCausalLM": (
-        "keys and values of different sizes, and other numbers of them in layers with a window",
-        "GptOssForCausalLM",
-    ),
     "Step3p7ForConditionalGeneration": (
         "other numbers of heads in layers with a window",
         "Qwen3MoeForCausalLM",
@@ -172,11 +166,10 @@ UNSUPPORTED: Mapping[str, tuple[str, str]] = {
         ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),
         ("sizes of heads that differ by layer", "Gemma3ForCausalLM"),
     ),
-    **dict.fromkeys(
-        ("GraniteForCausalLM", "GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM"),
-        (_MULTIPLIERS, "LlamaForCausalLM"),
+    "MiniCPM3ForCausalLM": (
+        "multipliers of embeddings, residual terms and logits with latent attention",
+        "GraniteForCausalLM",
     ),
-    "MiniCPM3ForCausalLM": (_MULTIPLIERS, "DeepseekV3ForCausalLM"),
     **dict.fromkeys(
         ("CohereForCausalLM", "Cohere2ForCausalLM"),
         ("attention and MLP in parallel, and scaled logits", "LlamaForCausalLM"),
@@ -268,6 +261,7 @@ class ConfigTypes(TypedDict, total=False):
     mtp_layers_block_type: Names | None
     hybrid_override_pattern: Letters | None
     indexer_types: Names | None
+    hybrid_layer_pattern: Integers | None
     mlp_layer_types: Names | None
     mlp_only_layers: Integers | None
     no_rope_layers: Integers | None

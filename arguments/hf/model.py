@@ -297,7 +297,7 @@ def _latent_rope(transformer: Mapping[str, Any]) -> Rope:
 
 
 def _gpt(reader: _Reader, head_dim: int, rope: Rope) -> dict[str, Any]:
-    if head_dim * rope["percent"] % 2:
+    if int(head_dim * rope["percent"]) % 2:
         reader.refuse(
             f"{rope['percent']:g} of head_dim {head_dim} is odd; rotary embeddings turn pairs of "
             "dimensions"

@@ -46,6 +46,11 @@ def check_tensor_parallel(s: LayoutSettings) -> list[Problem]:
         if value and value % size:
             message = f"must divide {flag_name(name)} {value}"
             problems += problem("tensor_model_parallel_size", size, message)
+    for name, heads in (("window_heads", "heads"), ("window_groups", "key heads")):
+        value = s.core.get(name)
+        if value and value % size:
+            message = f"must divide the {value} {heads} of layers with a sliding window"
+            problems += problem("tensor_model_parallel_size", size, message)
     return problems
 
 

@@ -22,6 +22,7 @@ from slime_like.preflight.shape import (
     mixer_matrices,
     stream_matrices,
 )
+from slime_like.weights.attention_sizes import attention_sizes, windowed_layers
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -70,17 +71,16 @@ class ForwardFlops:
 def forward_flops(config: TransformerConfig, gpt: GPTModelConfig) -> ForwardFlops:
     """config: megatron-core's TransformerConfig."""
     hidden = config.hidden_size
-    heads = config.num_attention_heads
     gated = 3 if config.gated_linear_unit else 2
     deltas = sum(config.linear_attention_freq or [])
     blocks = getattr(config, "block_pattern", "")  # of layers that are one block
     attentions = blocks.count("*") if blocks else config.num_layers - deltas
     if config.multi_latent_attention:
         weights = attentions * latent_matrices(config)
-        widths = config.qk_head_dim + config.qk_pos_emb_head_dim + config.v_head_dim
     else:
-        weights = attentions * head_matrices(config)
-        widths = 2 * config.kv_channels
+        windows = sum(windowed_layers(config))
+        weights = (attentions - windows) * head_matrices(config)
+        weights += windows * head_matrices(config, windowed=True)
     mixing = 0.0
     if deltas:
         weights += deltas * delta_matrices(config)
@@ -101,23 +101,25 @@ def forward_flops(config: TransformerConfig, gpt: GPTModelConfig) -> ForwardFlop
         mixing += config.num_layers * _streams(config)
     # sparse attention, in which a token attends to at most this many tokens
     chosen = getattr(config, "index_topk", 0)
-    near = attentions if chosen else windowed_layers(config)
+    near = attentions if chosen else sum(windowed_layers(config))
     return ForwardFlops(
         matrices=2.0 * weights,
         mixing=mixing,
-        pair=2.0 * (attentions - near) * heads * widths,
+        pair=2.0 * (attentions - near) * _pair(config, windowed=False),
         head=2.0 * hidden * (gpt.vocab_size or 0),
-        windowed=2.0 * near * heads * widths,
+        windowed=2.0 * near * _pair(config, windowed=not chosen),
         window=chosen or (config.window_size[0] + 1 if near else 0),
     )
 
 
-def windowed_layers(config: TransformerConfig) -> int:
-    """Number of layers with a sliding window, as set by `arguments.hf.windows`."""
-    if config.window_size is None:
-        return 0
-    used = config.window_attn_skip_freq
-    return int(config.num_layers if used is None else sum(used))
+def _pair(config: TransformerConfig, *, windowed: bool) -> int:
+    """Multiplications for a pair of tokens in one layer's attention: with the key, and of the
+    value."""
+    if config.multi_latent_attention:
+        widths = config.qk_head_dim + config.qk_pos_emb_head_dim + config.v_head_dim
+        return int(config.num_attention_heads * widths)
+    sizes = attention_sizes(config, windowed=windowed)
+    return sizes.heads * (sizes.head_dim + sizes.value_dim)
 
 
 def step_flops(flops: ForwardFlops, lengths: Iterable[int], head_rows: float) -> float:

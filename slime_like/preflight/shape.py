@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from arguments.hf.moe import moe_layers
 from arguments.schema import GPTModelConfig
 from slime_like.images.tower import tower_shapes
+from slime_like.weights.attention_sizes import attention_sizes, windowed_layers
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -34,6 +35,8 @@ class ModelShape:
     # number of layers without attention or delta net, and without MLP, where layers are one block
     only_mlp: int = 0
     only_mixer: int = 0
+    # by which the attentions of layers with a window differ, all together
+    of_windows: int = 0
     tower: int = 0  # of the vision tower, which text does not pass
 
     @property
@@ -45,7 +48,7 @@ class ModelShape:
         dense_layers = len(self.experts) - sum(self.experts) - self.only_mixer
         layers = (len(self.experts) - self.delta_nets - self.only_mlp) * self.attention
         layers += self.delta_nets * self.delta + dense_layers * self.dense
-        layers += sum(self.experts) * self.shared
+        layers += sum(self.experts) * self.shared + self.of_windows
         return layers + self.vocabulary * (1 if self.tied else 2) + self.hidden
 
     @property
@@ -103,6 +106,7 @@ def shape_of(config: TransformerConfig, gpt: GPTModelConfig) -> ModelShape:
         delta_nets=sum(config.linear_attention_freq or []),
         only_mlp=blocks.count("-") + blocks.count("E"),
         only_mixer=blocks.count("M") + blocks.count("*"),
+        of_windows=_of_windows(config),
         tower=0 if gpt.vision is None else sum(map(math.prod, tower_shapes(gpt.vision).values())),
     )
 
@@ -138,32 +142,32 @@ def _final_mixer(config: TransformerConfig) -> int:
     return int(mixer_matrices(config) + config.residual_streams * config.hidden_size)
 
 
-def _head_widths(config: TransformerConfig) -> tuple[int, int]:
-    """Grouped-query attention: output width of the input projection, and input width of the output
-    projection."""
-    width = config.num_attention_heads * config.kv_channels
-    groups = config.num_query_groups or config.num_attention_heads
-    gates = width if config.attention_output_gate else 0
-    return width + gates + 2 * groups * config.kv_channels, width
+def head_matrices(config: TransformerConfig, *, windowed: bool = False) -> int:
+    """Weights of grouped-query attention's projections, in a layer with or without a window."""
+    sizes = attention_sizes(config, windowed=windowed)
+    gates = sizes.output if config.attention_output_gate else 0
+    return int(config.hidden_size * (sizes.width + gates + sizes.output))
 
 
-def head_matrices(config: TransformerConfig) -> int:
-    """Weights of grouped-query attention's projections."""
-    return int(config.hidden_size * sum(_head_widths(config)))
-
-
-def _heads(config: TransformerConfig) -> int:
+def _heads(config: TransformerConfig, *, windowed: bool = False) -> int:
     """Grouped-query attention: input and output projections, their biases, sinks, norms of queries
     and keys."""
-    inputs, _ = _head_widths(config)
-    groups = config.num_query_groups or config.num_attention_heads
+    sizes = attention_sizes(config, windowed=windowed)
+    inputs = sizes.width + (sizes.output if config.attention_output_gate else 0)
     biases = inputs if config.add_qkv_bias or config.add_bias_linear else 0
     biases += config.hidden_size if config.add_bias_linear else 0
-    biases += config.num_attention_heads if config.softmax_type == "learnable" else 0  # sinks
+    biases += sizes.heads if sizes.sinks else 0
     of_all = getattr(config, "qk_norm_of_all_heads", False)
-    normed = (config.num_attention_heads + groups if of_all else 2) * config.kv_channels
+    normed = (sizes.heads + sizes.groups if of_all else 2) * sizes.head_dim
     norms = normed if config.qk_layernorm else 0
-    return head_matrices(config) + biases + norms
+    return head_matrices(config, windowed=windowed) + biases + norms
+
+
+def _of_windows(config: TransformerConfig) -> int:
+    if not hasattr(config, "window_groups"):  # not a SizedConfig
+        return 0
+    more = _heads(config, windowed=True) - _heads(config)
+    return more * sum(windowed_layers(config))
 
 
 def delta_matrices(config: TransformerConfig) -> int:

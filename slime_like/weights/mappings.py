@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
+from slime_like.weights.attention_sizes import AttentionSizes
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -56,6 +58,8 @@ class Sizes:
     # residual streams of hyper-connections, and the rank of the gates of gated ones
     streams: int = 0
     stream_rank: int = 0
+    # by layer, where the heads of layers differ; see layer_sizes.py
+    attention: tuple[AttentionSizes, ...] = ()
 
     @property
     def expert_hidden(self) -> int:
@@ -122,11 +126,11 @@ class ExpertSlice:
     expert: int
     offset: int = 0
     step: int = 1
+    rows_first: bool = False  # the tensor is [experts, rows, columns]
 
     def matrix(self, stored: Tensor) -> Tensor:
-        """A view [rows / step, columns] of the expert's [columns, rows]; of a bias, [rows /
-        step]."""
-        rows = stored if stored.dim() == 1 else stored.transpose(0, 1)
+        """A view [rows / step, columns] of the expert's matrix; of a bias, [rows / step]."""
+        rows = stored if self.rows_first or stored.dim() == 1 else stored.transpose(0, 1)
         return rows[self.offset :: self.step]
 
 

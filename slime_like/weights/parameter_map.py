@@ -19,6 +19,7 @@ from arguments.hf.moe import moe_layers
 from arguments.schema import GPTModelConfig
 from slime_like.images.settings import VisionSettings
 from slime_like.images.tower import name_in_file, tower_shapes
+from slime_like.weights.attention_sizes import layers_of
 from slime_like.weights.families import EMBEDDING, OUTPUT_LAYER, ModelFamily, model_families
 from slime_like.weights.families.base import ATTENTION, MLP, PredictionNames
 from slime_like.weights.mappings import (
@@ -73,11 +74,13 @@ _QUERY_LATENT = tuple(
 # optional in some families
 _QKV_BIAS = f"{ATTENTION}.linear_qkv.bias"
 _QK_NORMS = (f"{ATTENTION}.q_layernorm.weight", f"{ATTENTION}.k_layernorm.weight")
+_SINKS = f"{ATTENTION}.core_attention.softmax_offset"
 _FINAL_NORM = "decoder.final_layernorm."
 _INDEXER = ".self_attention.indexer."  # buffers: the indexer is not trained
 # parts of names of a layer that is one block
 _MIXER_PARTS = (".input_layernorm.", ".self_attention.")
 _MLP_PARTS = (".pre_mlp_layernorm.", ".mlp.")
+_SHARED_EXPERT = ".mlp.shared_experts."
 _LATENT_EXPERTS = tuple(f"{MLP}.fc{number}_latent_proj.weight" for number in (1, 2))
 _EXPERT_LAYERS = ("router.", "experts.", "shared_experts.", "fc1_latent_proj.", "fc2_latent_proj.")
 _DELTA_NET = (
@@ -123,8 +126,11 @@ def family_map(
     linear_layers = config.linear_attention_freq or [0] * config.num_layers
     shared = getattr(config, "index_shared", None) or [0] * config.num_layers
     blocks = getattr(config, "block_pattern", None)
+    sized = layers_of(config)
     for layer, (sparse, linear) in enumerate(zip(sparse_layers, linear_layers, strict=True)):
         parameters = _select_layer(per_layer, sparse=bool(sparse), linear=bool(linear))
+        if sized and not sized[layer].sinks:
+            parameters.pop(_SINKS, None)
         if shared[layer]:
             parameters = {n: mapping for n, mapping in parameters.items() if _INDEXER not in n}
         if blocks is not None:
@@ -157,6 +163,8 @@ def _configured(family: ModelFamily, config: TransformerConfig) -> dict[str, Map
     if not config.moe_latent_size:
         for name in _LATENT_EXPERTS:
             parameters.pop(name, None)
+    if not config.moe_shared_expert_intermediate_size:
+        parameters = {name: m for name, m in parameters.items() if _SHARED_EXPERT not in name}
     if config.multi_latent_attention:
         if config.transformer_impl == "transformer_engine":
             for name in _DOWN_PROJECTIONS:
@@ -278,6 +286,7 @@ def model_sizes(config: TransformerConfig, gpt: GPTModelConfig) -> Sizes:
         index_pool=getattr(config, "index_pool", 0),
         streams=getattr(config, "residual_streams", 0),
         stream_rank=getattr(config, "stream_rank", 0),
+        attention=layers_of(config),
     )
 
 

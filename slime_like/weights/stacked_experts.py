@@ -1,4 +1,4 @@
-"""Mappings of files that have a layer's experts as one tensor: gpt-oss, Qwen3-VL-MoE."""
+"""Mappings of files that have a layer's experts as one tensor: gpt-oss, Qwen3-VL-MoE, Granite."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ S = TypeVar("S", bound="StackedExpert")
 @dataclass(frozen=True)
 class StackedExpert(Mapping):
     """One expert's parameter, in files with one tensor for all experts of a layer: transposed
-    weights [experts, columns, rows], or biases [experts, rows]. All experts of the layer together
-    make up the tensor."""
+    weights [experts, columns, rows], weights [experts, rows, columns], or biases [experts, rows].
+    All experts of the layer together make up the tensor."""
 
     hf: str
     bias: bool = False
     expert: int = 0
+    rows_first: ClassVar[bool] = False  # the order of a weight's dimensions
 
     def at(self: S, layer: int, expert: int = 0) -> S:
         return dataclasses.replace(self, hf=self.hf.format(layer=layer), expert=expert)
@@ -47,7 +48,7 @@ class StackedGateUpHalves(StackedGateUp):
 
     def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[TensorPart]:
         start, stop = shard_bounds(sizes.expert_ffn, tp_rank, tp_size)
-        whole = ExpertSlice(self.expert)
+        whole = ExpertSlice(self.expert, rows_first=self.rows_first)
         return [
             TensorPart(self.hf, start + first, stop + first, whole)
             for first in (0, sizes.expert_ffn)
@@ -68,7 +69,8 @@ class StackedDown(StackedExpert):
 
     def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[TensorPart]:
         share = shard_bounds(sizes.expert_ffn, tp_rank, tp_size)
-        return [TensorPart(self.hf, *share, ExpertSlice(self.expert))]
+        whole = ExpertSlice(self.expert, rows_first=self.rows_first)
+        return [TensorPart(self.hf, *share, whole)]
 
 
 @dataclass(frozen=True)
@@ -85,3 +87,23 @@ class StackedDownBias(StackedExpert):
 
     def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[TensorPart]:
         return [TensorPart(self.hf, 0, sizes.hidden, ExpertSlice(self.expert))]
+
+
+@dataclass(frozen=True)
+class GateUpRows(StackedGateUpHalves):
+    """Gate and up projection [experts, rows, columns], the gate's rows first."""
+
+    rows_first: ClassVar[bool] = True
+
+    def hf_shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
+        return {self.hf: (sizes.experts, 2 * sizes.expert_ffn, sizes.hidden)}
+
+
+@dataclass(frozen=True)
+class DownRows(StackedDown):
+    """Projection back into the residual stream [experts, rows, columns]."""
+
+    rows_first: ClassVar[bool] = True
+
+    def hf_shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
+        return {self.hf: (sizes.experts, sizes.hidden, sizes.expert_ffn)}

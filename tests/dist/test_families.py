@@ -145,6 +145,17 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["indexed_attention", "linear_attention", "indexed_attention"],
         },
     ),
+    "Granite 4 with experts": (
+        "GraniteMoeHybridForCausalLM",
+        {
+            **{"num_local_experts": 6, "num_experts_per_tok": 2, "position_embedding_type": None},
+            **{"tie_word_embeddings": True, "layer_types": ["full_attention"] * 3},
+        },
+    ),
+    "GraniteMoeShared without a shared expert": (
+        "GraniteMoeSharedForCausalLM",
+        {"shared_intermediate_size": 0},
+    ),
     "GLM-4-9B": ("Glm4ForCausalLM", {"attention_bias": False, "tie_word_embeddings": True}),
 }
 # Not against transformers: too few heads of the indexer for distinct scores, since ReLU makes many
@@ -221,6 +232,14 @@ CELLS = {
         ("Olmo2ForCausalLM", CP2),
         ("Exaone4ForCausalLM", TP2),
         ("Phi3ForCausalLM", TP2),
+        ("GraniteForCausalLM", TP2),
+        ("GraniteForCausalLM", f"{CP2} {RECOMPUTE['recompute']}"),
+        ("GraniteMoeSharedForCausalLM", TP2_EP2),
+        ("GraniteMoeForCausalLM", f"{CP2} {EP2}"),
+        ("Granite 4 with experts", "--micro-batch-size 1"),  # DP2
+        ("MiMoV2FlashForCausalLM", TP2_EP2),
+        ("MiMoV2FlashForCausalLM", f"{CP2} {EP2} {RECOMPUTE['recompute']}"),
+        ("MiMoV2FlashForCausalLM", "--micro-batch-size 1"),  # DP2
         ("Qwen3VLMoeForConditionalGeneration", TP2_EP2),
         ("Mistral3ForConditionalGeneration", CP2),
         ("Glm4ForCausalLM", f"{CP2} {RECOMPUTE['recompute']}"),
@@ -296,6 +315,12 @@ CELLS = {
         ("Gemma3ForCausalLM", f"{PP2} {TP2}"),
         ("Olmo3ForCausalLM", f"{PP2} {CP2} {RECOMPUTE['recompute']}"),
         ("GptOssForCausalLM", f"{PP2} {EP2} {RECOMPUTE['recompute']}"),
+        ("GraniteForCausalLM", f"{PP2} {TP2}"),
+        ("GraniteMoeHybridForCausalLM", f"{PP2} {CP2}"),
+        ("GraniteMoeSharedForCausalLM", f"{PP2} {EP2}"),
+        ("MiMoV2FlashForCausalLM", f"{PP2} {EP2}"),
+        ("MiMoV2FlashForCausalLM", f"{TP2_EP2} {CP2} {RECOMPUTE['recompute']}"),
+        ("MiMoV2FlashForCausalLM", f"{PP2} {TP2_EP2}"),
         ("GptOssForCausalLM", f"{TP2_EP2} {CP2}"),
         ("windows in some layers", f"{PP2} {CP2} {RECOMPUTE['recompute']}"),
         ("Glm4ForCausalLM", f"{PP2} --tensor-model-parallel-size 2"),

@@ -26,6 +26,7 @@ from tests.e2e.programs import TrainServer
         *("Qwen3VLMoeForConditionalGeneration", "Mistral3ForConditionalGeneration"),
         *("Olmo3ForCausalLM", "Exaone4ForCausalLM", "Phi3ForCausalLM"),
         *("Glm4vForConditionalGeneration", "KimiK25ForConditionalGeneration"),
+        *("GraniteMoeSharedForCausalLM", "MiMoV2FlashForCausalLM"),
         *("NemotronHForCausalLM", "Glm5NextForConditionalGeneration"),
         "Qwen4ExpForConditionalGeneration",
     ],

@@ -54,7 +54,9 @@ LAYERS = (
         "slime_like.programs",
         "slime_like.rewards",
         "slime_like.weight_sync.transports.base",
+        "slime_like.weights.attention_sizes",
         "slime_like.weights.families",
+        "slime_like.weights.layer_sizes",
         "slime_like.weights.mappings",
         "slime_like.weights.stacked_experts",
         "megatron_patches",
@@ -203,7 +205,9 @@ INTERFACES = (
     "slime_like.engines.base",
     "slime_like.engines.registry",
     "slime_like.weight_sync.transports.base",
+    "slime_like.weights.attention_sizes",
     "slime_like.weights.families",
+    "slime_like.weights.layer_sizes",
     "slime_like.weights.mappings",  # what a family is made of
     "slime_like.weights.stacked_experts",
 )

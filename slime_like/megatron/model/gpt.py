@@ -68,6 +68,10 @@ MODEL_FUNCTION = {
     "layernorm_zero_centered_gamma": "", "window_size": "sliding_window",
     "window_attn_skip_freq": "layer_types", "softmax_type": "",
     "softmax_scale": "query_pre_attn_scalar", "window_rotary_base": "", "embedding_scale": "",
+    "window_heads": "", "window_groups": "", "window_channels": "", "value_channels": "v_head_dim",
+    "value_scale": "attention_value_scale", "value_norm": "", "keys_are_values": "",
+    "sinks_of_windows": "", "embedding_multiplier": "", "residual_multiplier": "",
+    "logits_scaling": "",
     "activation_func_clamp_value": "swiglu_limit", "glu_linear_offset": "", "index_topk": "",
     "index_n_heads": "", "index_head_dim": "", "index_rotary_interleaved": "",
     "index_shared": "indexer_types", "index_pool": "index_kpool", "latent_norm_epsilon": "",
@@ -149,6 +153,10 @@ def _with_extensions(layer: ModuleSpec, config: TransformerConfig) -> ModuleSpec
         from slime_like.megatron.model.norms import add_norms
 
         add_norms(layer, config)
+    if hasattr(config, "window_groups"):  # a SizedConfig
+        from slime_like.megatron.model.sized_attention import SizedAttention
+
+        layer.submodules.self_attention.module = SizedAttention
     if hasattr(config, "index_topk") and config.multi_latent_attention:  # a SparseConfig
         from slime_like.megatron.model.sparse_attention import use_sparse_attention
 
@@ -262,6 +270,8 @@ def build_chunks(
         mark_parameters(chunk)
         if chunk.pre_process and getattr(config, "embedding_scale", 1.0) != 1.0:
             chunk.embedding.register_forward_hook(_scale_embedding)
+        if chunk.pre_process and getattr(config, "embedding_multiplier", 1.0) != 1.0:
+            chunk.embedding.register_forward_hook(_multiply_embedding)
         if hasattr(config, "residual_streams"):
             from slime_like.megatron.model.hyper_connections import add_streams
 
@@ -306,6 +316,13 @@ def _scale_embedding(
     host is an argument of the kernel and not copied."""
     scale = module.config.embedding_scale  # type: ignore[union-attr]
     return embedded * torch.tensor(scale, dtype=embedded.dtype)
+
+
+def _multiply_embedding(
+    module: torch.nn.Module, inputs: object, embedded: torch.Tensor
+) -> torch.Tensor:
+    multiplier: float = module.config.embedding_multiplier  # type: ignore[union-attr, assignment]
+    return embedded * multiplier
 
 
 def mark_parameters(chunk: LanguageModule) -> None:

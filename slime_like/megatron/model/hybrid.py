@@ -77,6 +77,7 @@ class LayerStack(HybridStack):
         of layers."""
         config = self.config
         by_layer = (metadata or {}).get("non_homogeneous_layers", False)
+        by_layer = by_layer or config.hetereogenous_dist_checkpoint
         if by_layer or config.moe_layer_freq != 1 or config.linear_attention_freq:
             state: dict[str, object] = super().sharded_state_dict(prefix, sharded_offsets, metadata)
             return state

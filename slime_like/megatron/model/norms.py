@@ -1,7 +1,8 @@
 """Norms that megatron-core's layers lack, added through the layer spec: post-norms after attention
 and MLP (GLM-4; OLMo 2 and EXAONE 4, which have no others; Gemma 3, where layers with a sliding
 window also have their own rotary base), norms over all heads of queries or keys at once
-(MiniMax-M2), and zero-centered norms."""
+(MiniMax-M2), and zero-centered norms. Also Granite's multiplier of the outputs of attention and
+MLP."""
 
 from __future__ import annotations
 
@@ -65,8 +66,8 @@ class ZeroCenteredRMSNorm(torch.nn.Module):
 
 
 class PostNormLayer(TransformerLayer):
-    """A layer that normalises the outputs of attention and MLP before adding them to the residual
-    stream."""
+    """A layer that normalises the outputs of attention and MLP, or multiplies them by
+    `residual_multiplier`, before adding them to the residual stream."""
 
     self_attn_bda: BiasDropoutAdd
     mlp_bda: BiasDropoutAdd
@@ -75,12 +76,14 @@ class PostNormLayer(TransformerLayer):
         super().__init__(config, *args, **settings)
         if config.post_self_attn_layernorm:
             self.post_self_attn_layernorm = _norm(config)
-            self.self_attn_bda = _normalise_before(
-                self.post_self_attn_layernorm, self.self_attn_bda
-            )
+            self.self_attn_bda = _apply_before(self.post_self_attn_layernorm, self.self_attn_bda)
         if config.post_mlp_layernorm:
             self.post_mlp_layernorm = _norm(config)
-            self.mlp_bda = _normalise_before(self.post_mlp_layernorm, self.mlp_bda)
+            self.mlp_bda = _apply_before(self.post_mlp_layernorm, self.mlp_bda)
+        if config.residual_multiplier != 1.0:
+            multiply = partial(torch.mul, other=config.residual_multiplier)
+            self.self_attn_bda = _apply_before(multiply, self.self_attn_bda)
+            self.mlp_bda = _apply_before(multiply, self.mlp_bda)
         self.rotary_base: float | None = None  # replaces that of the model
         size = config.window_size
         layers = config.window_attn_skip_freq
@@ -122,20 +125,20 @@ def _angles(like: Tensor, base: float) -> Tensor:
     return torch.cat([half, half], dim=-1)[:, None, None]
 
 
-def _normalise_before(norm: torch.nn.Module, add: BiasDropoutAdd) -> BiasDropoutAdd:
-    """Wrap megatron-core's bias-dropout-add so that its input is normalised first."""
+def _apply_before(change: Callable[[Tensor], Tensor], add: BiasDropoutAdd) -> BiasDropoutAdd:
+    """Wrap megatron-core's bias-dropout-add so that its input is normalised or multiplied first."""
 
-    def with_norm(training: bool, fused: bool) -> Callable[[WithBias, Tensor, float], Tensor]:
+    def with_change(training: bool, fused: bool) -> Callable[[WithBias, Tensor, float], Tensor]:
         plain = add(training, fused)
 
-        def normed_and_added(output: WithBias, residual: Tensor, dropout: float) -> Tensor:
+        def changed_and_added(output: WithBias, residual: Tensor, dropout: float) -> Tensor:
             term, bias = output
-            normed = norm(term if bias is None else term + bias)
-            return plain((normed, None), residual, dropout)
+            changed = change(term if bias is None else term + bias)
+            return plain((changed, None), residual, dropout)
 
-        return normed_and_added
+        return changed_and_added
 
-    return with_norm
+    return with_change
 
 
 class NormOfAllHeads(torch.nn.Module):
@@ -182,7 +185,9 @@ class KeyNorm(NormOfAllHeads):
 
 def add_norms(layer: ModuleSpec, config: TransformerConfig) -> None:
     """Add the norms that `config` asks for to a layer spec."""
-    if config.post_self_attn_layernorm or config.post_mlp_layernorm:
+    post_norms = config.post_self_attn_layernorm or config.post_mlp_layernorm
+    own_angles = config.window_rotary_base is not None
+    if post_norms or own_angles or config.residual_multiplier != 1.0:
         layer.module = PostNormLayer
     if config.without_pre_norms:
         _remove_pre_norms(layer)

@@ -38,7 +38,7 @@ class AdapterSlot:
 
 class HeadWeight(ColumnParallelLinear):
     """Holds the weight of the output layer under its usual name. `forward` returns hidden states,
-    or, while a critic's value head is active, values [T, 1, 1].
+    divided by `logits_scaling`, or, while a critic's value head is active, values [T, 1, 1].
 
     It must be called where megatron-core calls the output layer, although it computes nothing: with
     --overlap-param-gather a forward hook on this module waits for the weight.
@@ -63,7 +63,10 @@ class HeadWeight(ColumnParallelLinear):
         weight: Tensor | None = None,
         runtime_gather_output: bool | None = None,
     ) -> tuple[Tensor, None]:
-        return hidden if self.value_slot.active is None else self.value_slot.active(hidden), None
+        if self.value_slot.active is not None:
+            return self.value_slot.active(hidden), None
+        scaling = getattr(self.config, "logits_scaling", 1.0)
+        return hidden if scaling == 1.0 else hidden / scaling, None
 
 
 class PolicyModel(SeesImages):

@@ -49,8 +49,11 @@ EXPERT_PARAMETERS: dict[str, Mapping] = {
 }
 
 
-def sigmoid_experts(reader: ConfigReader) -> dict[str, object]:
-    """Expert fields of TransformerConfig. Reports unsupported settings to the reader."""
+def sigmoid_experts(reader: ConfigReader, *, shared_experts: bool = True) -> dict[str, object]:
+    """Expert fields of TransformerConfig. Reports unsupported settings to the reader.
+
+    shared_experts: The architecture has them.
+    """
     require_values(reader, FIXED)
     experts = reader.number("n_routed_experts")
     topk = reader.number("num_experts_per_tok")
@@ -74,8 +77,8 @@ def sigmoid_experts(reader: ConfigReader) -> dict[str, object]:
         reader.refuse(f"first_k_dense_replace {dense} leaves no layer with experts")
     ffn = reader.number("moe_intermediate_size")
     shared = int(reader.config.get("n_shared_experts") or 0)
-    if not shared:
-        reader.refuse("n_shared_experts 0 is not supported with this architecture")
+    if bool(shared) != shared_experts:
+        reader.refuse(f"n_shared_experts {shared} is not supported with this architecture")
     scaling = reader.number("routed_scaling_factor", default=1.0, whole=False)
     return {
         "num_moe_experts": experts,
@@ -89,7 +92,7 @@ def sigmoid_experts(reader: ConfigReader) -> dict[str, object]:
         "moe_router_num_groups": groups if limited else None,
         "moe_router_group_topk": chosen if limited else None,
         "moe_router_topk_scaling_factor": float(scaling),
-        "moe_shared_expert_intermediate_size": shared * ffn,
+        "moe_shared_expert_intermediate_size": shared * ffn or None,
         "moe_router_load_balancing_type": "none",
     }
 

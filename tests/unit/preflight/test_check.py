@@ -95,6 +95,16 @@ GEMMA3 = {
     **{"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "head_dim": 16},
     **{"sliding_window": 128, "query_pre_attn_scalar": 16},
 }
+GRANITE = {
+    **MOE, "architectures": ["GraniteMoeSharedForCausalLM"], "model_type": "granitemoeshared", "num_local_experts": 4,
+    **dict.fromkeys(("num_experts", "moe_intermediate_size", "norm_topk_prob", "mlp_only_layers")), "shared_intermediate_size": 24,
+}  # fmt: skip
+# layers with and without a window, of which the former have twice as many key heads
+MIMO_V2 = {
+    **MOE, "architectures": ["MiMoV2FlashForCausalLM"], "model_type": "mimo_v2_flash", "n_routed_experts": 8, "v_head_dim": 10,
+    **dict.fromkeys(("num_experts", "mlp_only_layers")), "sliding_window": 128, "hybrid_layer_pattern": [0, 1, 1, 0],
+    "rope_parameters": {kind: {"partial_rotary_factor": 0.5} for kind in ("full_attention", "sliding_attention")}, "rope_theta": None,
+}  # fmt: skip
 GLM4 = {"architectures": ["Glm4ForCausalLM"], "model_type": "glm4"}
 
 
@@ -200,7 +210,7 @@ def test_the_advice_helps(tmp_path: Path) -> None:
     "changes",
     [
         *({}, MOE, {"tie_word_embeddings": False}, DELTA_NETS, KIMI, NEMOTRON, GLM5, MINIMAX, GLM4),
-        *(QWEN4, GPT_OSS, GEMMA3),
+        *(QWEN4, GPT_OSS, GEMMA3, GRANITE, MIMO_V2),
     ],
     ids=[
         "dense, tied",
@@ -215,6 +225,8 @@ def test_the_advice_helps(tmp_path: Path) -> None:
         "gated streams",
         "gpt-oss",
         "Gemma 3",
+        "Granite",
+        "MiMo-V2",
     ],
 )
 def test_formula_of_parameters(tmp_path: Path, changes: dict[str, Any]) -> None:

@@ -1,0 +1,156 @@
+"""Granite 3 and 4: Llama with multipliers of embeddings, of scores and of the outputs of attention
+and MLP, and with logits that are divided. The MoE models have a layer's experts in one tensor, and
+may have an expert that all tokens pass."""
+
+from __future__ import annotations
+
+from slime_like.weights.families import llama
+from slime_like.weights.families.base import (
+    MLP,
+    ConfigReader,
+    ModelFamily,
+    register_model_family,
+)
+from slime_like.weights.families.experts import EXPERT, REQUIRED, ExpertKeys, expert_settings
+from slime_like.weights.mappings import Mapping, ReplicatedRows, RowParallel, StackedGatedMLP
+from slime_like.weights.stacked_experts import DownRows, GateUpRows
+
+LAYER = "model.layers.{layer}"
+BLOCK = f"{LAYER}.block_sparse_moe"
+MULTIPLIERS = frozenset(
+    {"embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"}
+)
+SHARED_FFN = "shared_intermediate_size"
+EXPERT_PARAMETERS: dict[str, Mapping] = {
+    f"{MLP}.router.weight": ReplicatedRows(f"{BLOCK}.router.layer.weight", "experts"),
+    f"{EXPERT}.linear_fc1.weight": GateUpRows(f"{BLOCK}.input_linear.weight"),
+    f"{EXPERT}.linear_fc2.weight": DownRows(f"{BLOCK}.output_linear.weight"),
+}
+SHARED_PARAMETERS: dict[str, Mapping] = {
+    f"{MLP}.shared_experts.linear_fc1.weight": StackedGatedMLP(
+        f"{LAYER}.shared_mlp.input_linear.weight", "shared_ffn"
+    ),
+    f"{MLP}.shared_experts.linear_fc2.weight": RowParallel(
+        f"{LAYER}.shared_mlp.output_linear.weight", "shared_ffn"
+    ),
+}
+EXPERTS = ExpertKeys(experts=("num_local_experts",), ffn="intermediate_size")
+TINY = {
+    **{"embedding_multiplier": 3.0, "attention_multiplier": 0.4, "residual_multiplier": 0.7},
+    **{"logits_scaling": 1.9},
+}
+TINY_EXPERTS = {**TINY, "num_local_experts": 4, "num_experts_per_tok": 2}
+
+
+def multipliers(reader: ConfigReader) -> dict[str, object]:
+    """Fields of TransformerConfig, with transformers' defaults."""
+    number = {key: reader.number(key, default=1.0, whole=False) for key in MULTIPLIERS}
+    return {
+        "embedding_multiplier": float(number["embedding_multiplier"]),
+        "softmax_scale": float(number["attention_multiplier"]),
+        "residual_multiplier": float(number["residual_multiplier"]),
+        "logits_scaling": float(number["logits_scaling"]),
+    }
+
+
+def _experts(reader: ConfigReader) -> dict[str, object]:
+    return {**multipliers(reader), **expert_settings(reader, EXPERTS)}
+
+
+def _experts_and_shared(reader: ConfigReader) -> dict[str, object]:
+    shared = reader.config.get(SHARED_FFN)
+    if shared == 0:  # as GraniteMoeForCausalLM
+        return _experts(reader)
+    return {
+        **_experts(reader),
+        "moe_shared_expert_intermediate_size": reader.number(SHARED_FFN, default=1024),
+    }
+
+
+register_model_family(
+    ModelFamily(
+        "GraniteForCausalLM",
+        "granite",
+        llama.PARAMETERS,
+        keys=MULTIPLIERS,
+        settings=multipliers,
+        published=(
+            *("granite-3.0-2b", "granite-3.0-8b", "granite-3.1-2b", "granite-3.1-8b"),
+            *("granite-3.2", "granite-3.3"),
+        ),
+        tiny=TINY,
+    )
+)
+register_model_family(
+    ModelFamily(
+        "GraniteMoeForCausalLM",
+        "granitemoe",
+        {**llama.PARAMETERS, **EXPERT_PARAMETERS},
+        required=(*REQUIRED, "num_local_experts"),
+        keys=EXPERTS.keys | MULTIPLIERS,
+        settings=_experts,
+        published=("granite-3.0-1b", "granite-3.0-3b", "granite-3.1-1b", "granite-3.1-3b"),
+        tiny=TINY_EXPERTS,
+    )
+)
+register_model_family(
+    ModelFamily(
+        "GraniteMoeSharedForCausalLM",
+        "granitemoeshared",
+        {**llama.PARAMETERS, **EXPERT_PARAMETERS, **SHARED_PARAMETERS},
+        required=(*REQUIRED, "num_local_experts"),
+        keys=EXPERTS.keys | MULTIPLIERS | {SHARED_FFN},
+        settings=_experts_and_shared,
+        tiny={**TINY_EXPERTS, SHARED_FFN: 40},
+    )
+)
+
+
+def _no_mamba(reader: ConfigReader) -> dict[str, object]:
+    """Granite 4 without Mamba-2: its dense MLP, or the expert that all tokens pass, is
+    `shared_mlp`."""
+    layers = reader.number("num_hidden_layers")
+    if len(reader.config.get("layer_types") or ()) != layers:  # without it all have Mamba-2
+        reader.refuse("layer_types is missing, or has not num_hidden_layers entries")
+    shared = reader.number(SHARED_FFN)
+    if reader.config["num_local_experts"] == 0:
+        settings = {**multipliers(reader), "ffn_hidden_size": shared}
+    else:
+        settings = {**_experts(reader), "moe_shared_expert_intermediate_size": shared}
+    if reader.config.get("position_embedding_type") != "rope":
+        settings["no_rope_freq"] = [1] * layers
+    return settings
+
+
+# of Mamba-2, and of training
+WITHOUT_EFFECT = frozenset(
+    {
+        *("mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_head", "mamba_d_conv"),
+        *("mamba_expand", "mamba_chunk_size", "mamba_conv_bias", "mamba_proj_bias"),
+        *("time_step_limit", "init_method", "normalization_function"),
+    }
+)
+register_model_family(
+    ModelFamily(
+        "GraniteMoeHybridForCausalLM",
+        "granitemoehybrid",
+        {
+            **llama.PARAMETERS,
+            f"{MLP}.linear_fc1.weight": StackedGatedMLP(f"{LAYER}.shared_mlp.input_linear.weight"),
+            f"{MLP}.linear_fc2.weight": RowParallel(
+                f"{LAYER}.shared_mlp.output_linear.weight", "ffn"
+            ),
+            **EXPERT_PARAMETERS,
+            **SHARED_PARAMETERS,
+        },
+        required=("num_key_value_heads", "num_local_experts", SHARED_FFN),
+        keys=EXPERTS.keys | MULTIPLIERS | WITHOUT_EFFECT | {SHARED_FFN, "position_embedding_type"},
+        settings=_no_mamba,
+        layer_types=frozenset({"attention", "full_attention"}),
+        published=("granite-4.0-micro", "granite-4.0-350m", "granite-4.0-1b"),
+        tiny={
+            **{**TINY, "num_local_experts": 0, SHARED_FFN: 40, "position_embedding_type": "rope"},
+            **{"layer_types": ["full_attention"], "mamba_n_heads": 4, "num_experts_per_tok": 0},
+        },
+    )
+)

@@ -1,0 +1,86 @@
+"""Mappings of attention whose heads differ by layer; see attention_sizes.py."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from slime_like.weights.mappings import (
+    QKV,
+    HeadParallel,
+    RowParallel,
+    Sizes,
+    TensorPart,
+    shard_bounds,
+)
+
+
+def of_layer(sizes: Sizes, layer: int) -> Sizes:
+    """The sizes with those of one layer's heads."""
+    own = sizes.attention[layer]
+    return dataclasses.replace(sizes, heads=own.heads, groups=own.groups, head_dim=own.head_dim)
+
+
+@dataclass(frozen=True)
+class SizedQKV(QKV):
+    """Query, key and value projections of a layer with its own sizes. Where the values are the
+    keys, the file has no projection of them. Tensor-parallel ranks have whole groups."""
+
+    layer: int = 0
+
+    def at(self, layer: int, expert: int = 0) -> SizedQKV:
+        return dataclasses.replace(super().at(layer, expert), layer=layer)
+
+    def hf_shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
+        own = sizes.attention[self.layer]
+        rows = {self.query: own.heads * own.head_dim, self.key: own.groups * own.head_dim}
+        if own.projected_values:
+            rows[self.value] = own.groups * own.value_dim
+        return {name: (out,) if self.bias else (out, sizes.hidden) for name, out in rows.items()}
+
+    def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[TensorPart]:
+        groups = sizes.attention[self.layer].groups
+        first, last = shard_bounds(groups, tp_rank, tp_size)
+        return [part for group in range(first, last) for part in self._group(sizes, group)]
+
+    def _group(self, sizes: Sizes, group: int) -> Iterator[TensorPart]:
+        own = sizes.attention[self.layer]
+        queries = own.heads // own.groups * own.head_dim
+        yield TensorPart(self.query, group * queries, (group + 1) * queries)
+        yield TensorPart(self.key, group * own.head_dim, (group + 1) * own.head_dim)
+        if own.projected_values:
+            yield TensorPart(self.value, group * own.value_dim, (group + 1) * own.value_dim)
+
+
+@dataclass(frozen=True)
+class SizedOutput(RowParallel):
+    """The projection of such a layer's heads back into the residual stream."""
+
+    layer: int = 0
+
+    def at(self, layer: int, expert: int = 0) -> SizedOutput:
+        return dataclasses.replace(super().at(layer, expert), layer=layer)
+
+    def hf_shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
+        return {self.hf: (sizes.hidden, sizes.attention[self.layer].output)}
+
+    def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[TensorPart]:
+        output = sizes.attention[self.layer].output
+        return [TensorPart(self.hf, *shard_bounds(output, tp_rank, tp_size))]
+
+
+@dataclass(frozen=True)
+class SizedSinks(HeadParallel):
+    """A number for each head of such a layer."""
+
+    layer: int = 0
+
+    def at(self, layer: int, expert: int = 0) -> SizedSinks:
+        return dataclasses.replace(super().at(layer, expert), layer=layer)
+
+    def hf_shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
+        return super().hf_shapes(of_layer(sizes, self.layer))
+
+    def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[TensorPart]:
+        return super().parts(of_layer(sizes, self.layer), tp_rank, tp_size, rows)
