@@ -140,6 +140,37 @@ def test_a_narrow_screen_needs_no_sideways_scrolling(tab: Any, tmp_path: Path) -
         assert box["x"] >= 0 and box["x"] + box["width"] <= 360, place
 
 
+def test_an_answer_is_as_wide_as_a_narrow_screen(tab: Any, tmp_path: Path) -> None:
+    path = written(tmp_path)
+    tab.set_viewport_size({"width": 390, "height": 800})
+    show(tab, path, "overview")
+    row = tab.locator(".answers tbody tr", has_text="best").first
+    boxes = [
+        row.locator(f"td[data-part='{part}']").bounding_box()
+        for part in ("prompt", "the model says")
+    ]
+    prompt, says = boxes
+    assert prompt["width"] == says["width"] > 340 and says["y"] >= prompt["y"] + prompt["height"]
+    assert tab.locator(".answers thead").inner_text(), "for who hears the table"
+
+
+def test_the_axis_of_a_flat_curve_fits(tab: Any, tmp_path: Path) -> None:
+    """uPlot alone shows 0 to 100 for a curve of zeros."""
+    with MetricsLogger(tmp_path) as logger:
+        for step in range(1, 4):
+            flat = {"rollout/failed_frac": 0.0, "train/skipped_steps": 2.0}
+            logger.log(step, {**flat, "rollout/reward_mean": step / 10})
+    show(tab, write_page([read_run(tmp_path)], tmp_path / "report.html"), "curves")
+    tab.wait_for_function("openCharts.size === 3")
+    ranges = tab.evaluate(
+        "Object.fromEntries([...openCharts].map((c) => [c.root.parentElement.getAttribute"
+        "('aria-label').split(' ')[0], [c.scales.y.min, c.scales.y.max]]))"
+    )
+    assert ranges["rollout/failed_frac"] == [0, 1] and ranges["train/skipped_steps"] == [1, 3]
+    low, high = ranges["rollout/reward_mean"]
+    assert low <= 0.1 and 0.3 <= high < 0.4
+
+
 def test_the_theme_is_kept_and_has_contrast(tab: Any, tmp_path: Path) -> None:
     show(tab, written(tmp_path), "overview")
     for _ in range(2):

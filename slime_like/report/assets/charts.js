@@ -75,6 +75,13 @@ function axes() {
   return [{ ...common, incrs: ROLLOUTS, size: 34 }, { ...common, size: widest, values: (_, ticks) => ticks.map((t) => (t === null ? "" : number(Number(t.toPrecision(6))))) }];
 }
 
+/** The range of an axis: uPlot's, but for one value alone, of which it would show 0 to 100 for 0. */
+function fitted(u, low, high) {
+  if (low === null) return [0, 1];
+  if (low < high) return uPlot.rangeNum(low, high, 0.1, true);
+  return low === 0 ? [0, 1] : [low - Math.abs(low) / 2, low + Math.abs(low) / 2];
+}
+
 /** Red lines where a value was not finite. */
 function badMarks(metric) {
   return {
@@ -158,7 +165,7 @@ function metricFigure(metric, tall) {
     });
     const options = {
       width: parent.clientWidth || 360, height: tall ? 260 : 190, series, axes: axes(), plugins: [badMarks(metric), follow],
-      scales: { x: { time: false }, y: log ? { distr: 3 } : {} }, cursor: { sync: { key: "rollout" } }, legend: { show: false },
+      scales: { x: { time: false }, y: log ? { distr: 3 } : { range: fitted } }, cursor: { sync: { key: "rollout" } }, legend: { show: false },
     };
     const chart = new uPlot(options, null, parent);
     chart.rawColumns = rawColumns;

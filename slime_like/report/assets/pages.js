@@ -61,8 +61,8 @@ function answersOf() {
     const ends = [...new Set([rollouts.reduce((a, b) => Math.min(a, b), Infinity), rollouts.reduce((a, b) => Math.max(a, b), -Infinity)])].filter(Number.isFinite);
     if (!ends.length) return;
     const row = (which, i, first) => el("tr", { class: first ? "first" : null }, el("th", { scope: "row", text: which }), el("td", { class: "number", text: number(c.reward[i]) }),
-      el("td", {}, el("pre", { class: "plain", text: shortened(samples.prompts[c.prompt[i]]) })), el("td", {}, el("a", { class: "answer", href: `#rollouts/${index}/${c.id[i]}`, text: shortened(c.response[i]) || "(empty)" })),
-      el("td", {}, c.label[i] === null ? "" : el("pre", { class: "plain", text: shortened(c.label[i]) })));
+      el("td", { "data-part": "prompt" }, el("pre", { class: "plain", text: shortened(samples.prompts[c.prompt[i]]) })), el("td", { "data-part": "the model says" }, el("a", { class: "answer", href: `#rollouts/${index}/${c.id[i]}`, text: shortened(c.response[i]) || "(empty)" })),
+      el("td", { "data-part": "label" }, c.label[i] === null ? "" : el("pre", { class: "plain", text: shortened(c.label[i]) })));
     const tables = ends.map((rollout) => {
       const order = mine.filter((i) => c.rollout[i] === rollout).sort((a, b) => c.reward[b] - c.reward[a]);
       const which = [["best", order[0]], ["typical", order[order.length >> 1]], ["worst", order[order.length - 1]]];
