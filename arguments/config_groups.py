@@ -8,6 +8,7 @@ from typing import Any
 
 from arguments import schema
 from arguments.eval_sets import EvalSet
+from arguments.prompt_mix import MixSource
 from slime_like.losses.off_policy_config import OffPolicyConfig
 from slime_like.losses.value_loss import ValueLossConfig
 
@@ -22,7 +23,8 @@ class ConfigGroups:
     parallel: schema.ParallelConfig
     data: schema.DataConfig
     eval: schema.EvalConfig
-    eval_sets: tuple[EvalSet, ...]  # the evaluation sets that `eval` names
+    prompt_sources: tuple[MixSource, ...]  # of the mix that `data` names; () for one data file
+    eval_sets: tuple[EvalSet, ...]  # the evaluation sets that `eval` and the mix name
     rollout: schema.RolloutConfig
     scheduling: schema.SchedulingConfig
     agents: schema.AgentsConfig
@@ -59,6 +61,14 @@ class ConfigGroups:
             and self.scheduling.rollout_function_path is None
             and self.algorithm.custom_reward_post_process_path is None
         )
+
+    @property
+    def data_configs(self) -> tuple[schema.DataConfig, ...]:
+        """The data settings of each source of prompts: of the mix, or of the only file; ()
+        without --prompt-data."""
+        if self.prompt_sources or self.data.prompt_data is None:
+            return tuple(source.data_config(self.data) for source in self.prompt_sources)
+        return (self.data,)
 
     @property
     def reference_is_base(self) -> bool:

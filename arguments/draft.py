@@ -16,6 +16,7 @@ from arguments.hf.model_args import model_args_problems, same_network
 from arguments.hf.vision import read_vision
 from arguments.megatron import NOT_COMPARED, disagreements, merge_network, network_of_flags
 from arguments.megatron_configs import Machine
+from arguments.prompt_mix import mix_eval_sets, prompt_sources_of
 from arguments.rules.base import Rule, Settings, Warn
 from arguments.rules.layout import default_micro_batches
 from arguments.schema import DataConfig, ModelConfig, RolloutConfig
@@ -126,10 +127,13 @@ def make_draft(
         core.setdefault("apply_rope_fusion", False)  # its kernel takes one position per row
     eval_sets, eval_problems = eval_sets_of(configs["eval"])
     problems += eval_problems
+    prompt_sources, mix_problems = prompt_sources_of(configs["data"])
+    problems += mix_problems
     plans_gpus = configs["preflight"].preflight and configs["preflight"].preflight_machine == "gpu"
     settings = Settings(
         **configs,
-        eval_sets=eval_sets,
+        prompt_sources=prompt_sources,
+        eval_sets=(*eval_sets, *mix_eval_sets(prompt_sources, configs["eval"])),
         loss=loss,
         policy_loss=policy_loss,
         core=core,

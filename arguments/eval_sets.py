@@ -13,8 +13,6 @@ set omits are taken from `defaults`, then from the flags.
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +20,7 @@ from typing import Any
 
 import yaml
 
+from arguments.file_rows import OF_ONE_ROW, checked_row, named_rows
 from arguments.schema.data import EvalConfig
 from arguments.schema.rollout import ALL_OR_SOME
 from arguments.unique_keys import load_yaml
@@ -31,7 +30,6 @@ from slime_like.config import (
     UNIT_OPEN_LOW,
     Problem,
     arg,
-    value_problem,
 )
 
 FLAG = "--eval-config"
@@ -56,6 +54,9 @@ class EvalSet:
     stop: tuple[str, ...] | None = None
     stop_token_ids: tuple[int, ...] | None = None
     metadata_overrides: Mapping[str, object] = field(default_factory=dict)
+    apply_chat_template: bool | None = None
+    apply_chat_template_kwargs: Mapping[str, object] | None = None
+    max_prompt_len: int | None = arg(None, "", legal=AT_LEAST_ONE)
 
     @property
     def metadata(self) -> dict[str, object]:
@@ -76,14 +77,17 @@ _TEXTS = (
 )
 _KINDS: Mapping[str, tuple[type, ...]] = {
     **dict.fromkeys(_TEXTS, (str,)),
-    **dict.fromkeys(("n_samples_per_eval_prompt", "top_k", "max_response_len"), (int,)),
+    **dict.fromkeys(
+        ("n_samples_per_eval_prompt", "top_k", "max_response_len", "max_prompt_len"), (int,)
+    ),
     **dict.fromkeys(("temperature", "top_p"), (int, float)),
     "stop": (list, str),
     "stop_token_ids": (list,),
     "metadata_overrides": (dict,),
+    "apply_chat_template": (bool,),
+    "apply_chat_template_kwargs": (dict,),
 }
 _SPELLINGS = {"prompt_key": "input_key", "n_samples_per_prompt": "n_samples_per_eval_prompt"}
-_OF_ONE_SET = ("name", "path")
 
 
 def command_line_sets(config: EvalConfig) -> tuple[EvalSet, ...]:
@@ -130,52 +134,10 @@ def _sets(content: object, flags: Mapping[str, object]) -> tuple[EvalSet, ...]:
     unknown = sorted(set(body) - {"defaults", "datasets"})
     if unknown:
         raise ValueError(f"has the unknown key {unknown[0]!r}; legal keys: defaults, datasets")
-    defaults = _checked(body.get("defaults") or {}, "defaults", forbidden=_OF_ONE_SET)
-    rows = body["datasets"]
-    if isinstance(rows, dict):
-        named = {}
-        for name, row in rows.items():
-            named[name] = {"name": name, **(row or {})} if isinstance(row, dict | None) else row
-        rows = list(named.values())
-    if not isinstance(rows, list):
-        raise ValueError("'datasets' must be a list, or a mapping by name")
-    sets = []
-    for number, row in enumerate(rows):
-        name = row.get("name", number) if isinstance(row, dict) else number
-        place = f"set {name}"
-        values = _checked(row, place)
-        missing = [key for key in _OF_ONE_SET if key not in values]
-        if missing:
-            raise ValueError(f"{place} has no {missing[0]!r}")
-        sets.append(EvalSet(**{**flags, **defaults, **values}))
-    names = [s.name for s in sets]
-    for name in names:
-        if names.count(name) > 1:
-            raise ValueError(f"has two sets named {name!r}")
-    return tuple(sets)
+    defaults = _checked(body.get("defaults") or {}, "defaults", forbidden=OF_ONE_ROW)
+    rows = named_rows(body["datasets"], "datasets", "set", _checked)
+    return tuple(EvalSet(**{**flags, **defaults, **values}) for values in rows)
 
 
 def _checked(row: object, place: str, forbidden: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Validate the keys of a set and the types of their values. Raises ValueError naming the
-    key."""
-    if not isinstance(row, dict):
-        raise ValueError(f"{place} must be a mapping, not {type(row).__name__}")
-    fields = {f.name: f for f in dataclasses.fields(EvalSet)}
-    values: dict[str, Any] = {}
-    for typed, value in row.items():
-        key = str(_SPELLINGS.get(typed, typed))
-        if key not in _KINDS or key in forbidden:
-            near = difflib.get_close_matches(str(typed), _KINDS, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"legal keys: {', '.join(_KINDS)}"
-            raise ValueError(f"{place} has the unknown key {typed!r}; {hint}")
-        if value is None:
-            continue
-        if isinstance(value, bool) or not isinstance(value, _KINDS[key]):
-            kinds = " or ".join(kind.__name__ for kind in _KINDS[key])
-            raise ValueError(f"{place}: {key} is {value!r}, must be a {kinds}")
-        if message := value_problem(value, None, fields[key].metadata.get("legal")):
-            raise ValueError(f"{place}: {key} is {value!r}, {message}")
-        if key == "stop" and isinstance(value, str):
-            value = [value]
-        values[key] = tuple(value) if isinstance(value, list) else value
-    return values
+    return checked_row(row, place, EvalSet, _KINDS, spellings=_SPELLINGS, forbidden=forbidden)

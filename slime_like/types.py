@@ -37,6 +37,8 @@ TRAIN_REWARD = "train_reward"
 TEACHER_CONTEXT = "teacher_context"
 # metadata key of a prompt's messages, for functions that render them
 PROMPT_MESSAGES = "prompt_messages"
+# metadata key of where a prompt of a mix comes from: name of the source, row, and epoch
+PROMPT_SOURCE = "prompt_source"
 # metadata key of attributes that user functions have added to slime's sample
 SAMPLE_ATTRIBUTES = "sample_attributes"
 # optional tensors of a `Sample`, ordered by element size, the largest first

@@ -12,7 +12,7 @@ from arguments.rules.declared import has_critic
 from arguments.rules.files import NO_MODEL, has_model
 from arguments.rules.layout import global_batch_of
 from arguments.rules.rows import file_of, first_is_text
-from arguments.schema import CriticConfig
+from arguments.schema import CriticConfig, DataConfig
 from arguments.schema.data import learns_conversations
 from slime_like.advantages.registry import (
     OutcomeEstimator,
@@ -216,7 +216,7 @@ def check_supervised_loss(s: Settings) -> list[Problem]:
         message = "cannot be combined with --loss-type sft_loss; remove it"
         problems += problem("policy_loss_type", s.algorithm.policy_loss_type, message)
     conversations = not s.loss.pairs and learns_conversations(s.algorithm.loss_type, s.data)
-    if conversations and first_is_text(file_of(s.data.prompt_data or ""), s.data.input_key):
+    if conversations and any(_first_is_text(data) for data in s.data_configs):
         message = "required with --loss-type sft_loss: the field with the answer to train on"
         problems += problem("label_key", None, message)
     if s.data.loss_mask_type is not None and s.data.label_key is not None:
@@ -226,6 +226,10 @@ def check_supervised_loss(s: Settings) -> list[Problem]:
         )
         problems += problem("loss_mask_type", s.data.loss_mask_type, message)
     return problems
+
+
+def _first_is_text(data: DataConfig) -> bool:
+    return first_is_text(file_of(data.prompt_data or ""), data.input_key)
 
 
 def check_unused_supervised_flags(s: Settings) -> list[Problem]:
@@ -247,9 +251,10 @@ def check_pair_loss(s: Settings) -> list[Problem]:
         message = "compares given answers; use --loss-type sft_loss"
         return problem("policy_loss_type", s.algorithm.policy_loss_type, message)
     problems = []
-    if (s.data.prompt_data or "").startswith(TASK_PREFIX):
-        message = "has no pairs of answers; use a .jsonl or .parquet file"
-        problems += problem("prompt_data", s.data.prompt_data, message)
+    for data in s.data_configs:
+        if (data.prompt_data or "").startswith(TASK_PREFIX):
+            message = "has no pairs of answers; use a .jsonl or .parquet file"
+            problems += problem("prompt_data", data.prompt_data, message)
     if s.data.label_key is not None:
         message = "has no effect with pairs of answers (--chosen-key, --rejected-key); remove it"
         problems += problem("label_key", s.data.label_key, message)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from arguments.eval_sets import EvalSet
 from arguments.hf.hub import download_hint
+from arguments.prompt_mix import MixSource, is_mix
 from arguments.rules.base import TASK_PREFIX, Rule, Settings, problem
 from arguments.rules.distillation import SLIME_REWARD
 from arguments.rules.rows import file_of, first_keys
 from arguments.rules.scheduling import OWN_ROLLOUT
+from arguments.schema import DataConfig
 from slime_like.config import Problem
 from slime_like.rewards import task
 from slime_like.rewards.custom import load_function
@@ -18,6 +20,8 @@ DATA_SUFFIXES = (".jsonl", ".parquet")
 
 def check_prompt_data(s: Settings) -> list[Problem]:
     path = s.data.prompt_data
+    if path is not None and is_mix(path):
+        return [p for each in s.data_configs if each is not s.data for p in _missing_source(each)]
     if path is not None:
         return missing_data("prompt_data", path)
     if s.debug.load_debug_rollout_data is not None or s.scheduling.data_source_path:
@@ -26,32 +30,107 @@ def check_prompt_data(s: Settings) -> list[Problem]:
     return problem("prompt_data", None, message)
 
 
+def _missing_source(data: DataConfig) -> list[Problem]:
+    """A source of a mix that does not exist."""
+    assert data.prompt_data is not None
+    if is_mix(data.prompt_data):
+        message = "is a mix, and the sources of a mix must be data files"
+        return problem("prompt_data", data.prompt_data, message)
+    return missing_data("prompt_data", data.prompt_data)
+
+
+def check_prompt_mix(s: Settings) -> list[Problem]:
+    """What the sources of a mix ask for, and what cannot be combined with a mix."""
+    problems: list[Problem] = []
+    if not s.prompt_sources:
+        return problems
+    mix = s.data.prompt_data
+    others = {
+        "--data-source-path": s.scheduling.data_source_path is not None,
+        "--opd-type self": s.distillation.teaches_itself,
+        "--num-epoch, since its sources end their epochs at different times; give --num-rollout "
+        "and max_epochs": s.rollout.num_epoch is not None and s.rollout.num_rollout is None,
+    }
+    for flag in [flag for flag, holds in others.items() if holds]:
+        problems += problem("prompt_data", mix, f"a mix cannot be combined with {flag}")
+    for source in s.prompt_sources:
+        if message := _source_problem(source, s):
+            problems += problem("prompt_data", mix, f"source {source.name}: {message}")
+    return problems
+
+
+def _source_problem(source: MixSource, s: Settings) -> str | None:
+    """What is wrong with a source in this run, if anything."""
+    longest = s.rollout.rollout_max_response_len
+    if s.supervised:
+        idle: dict[str, object] = {
+            "after": source.after,
+            "pass_rate": source.pass_rate,
+            "max_response_len": source.max_response_len,
+            "metadata_overrides": source.metadata_overrides,
+        }
+        if not s.evaluates:
+            idle |= {"rm_type": source.rm_type, "custom_rm_path": source.custom_rm_path}
+        if given := [key for key, value in idle.items() if value]:
+            return f"{given[0]} has no effect with --loss-type sft_loss; remove it"
+        if s.data.label_key is None and source.label_key is not None:
+            return "label_key: set --label-key, which makes all sources rows with an answer"
+        if s.data.label_key is None and source.path.startswith(TASK_PREFIX):
+            return f"{source.path}: has no conversations; set --label-key, or use a file"
+        return None
+    if source.max_response_len is not None and source.max_response_len > longest:
+        return (
+            f"max_response_len is {source.max_response_len}, must not be above "
+            f"--rollout-max-response-len {longest}"
+        )
+    if source.grades_itself and s.reward.group_rm:
+        return "a reward of its own cannot be combined with --group-rm"
+    if source.learns_from_rewards and s.scheduling.rollout_function_path not in (None, OWN_ROLLOUT):
+        return (
+            "after and pass_rate need the run's own rollouts; remove them or "
+            "--rollout-function-path"
+        )
+    return _reward_problem(source, s.reward.rm_url)
+
+
 def check_row_keys(s: Settings) -> list[Problem]:
     """Keys that none of the first rows has: --input-key and --label-key, the keys of answer pairs,
     and those of evaluation sets."""
     data = s.data
     problems = []
-    keys = _keys_of(data.prompt_data or "", data.skip_bad_rows)
     names = ("input_key", "label_key")
     if s.algorithm.pair_loss is not None:
         names = ("chosen_key", "rejected_key")
-    for name in names:
-        key = getattr(data, name)
-        if keys and key is not None and not _is_among(key, keys):
-            message = f"no such key in {data.prompt_data}; its keys: {_join(keys)}"
-            problems += problem(name, key, message)
+    for each in s.data_configs:
+        keys = _keys_of(each.prompt_data or "", data.skip_bad_rows)
+        for name in names:
+            key = getattr(each, name)
+            if keys and key is not None and not _is_among(key, keys):
+                message = f"no such key in {each.prompt_data}; its keys: {_join(keys)}"
+                problems += problem(name, key, message)
     reported = {p.value for p in problems}
-    flag = "eval_prompt_data" if s.eval.eval_config is None else "eval_config"
-    for each in s.eval_sets if s.evaluates else ():
-        keys = _keys_of(each.path, data.skip_bad_rows)
-        for own, shared in ((each.input_key, data.input_key), (each.label_key, data.label_key)):
+    for held_out in s.eval_sets if s.evaluates else ():
+        keys = _keys_of(held_out.path, data.skip_bad_rows)
+        own_and_shared = (
+            (held_out.input_key, data.input_key),
+            (held_out.label_key, data.label_key),
+        )
+        for own, shared in own_and_shared:
             key = own or shared
             if own is None and shared in reported:
                 continue
             if keys and key is not None and not _is_among(key, keys):
-                message = f"set {each.name}: no key {key!r} in {each.path}; its keys: {_join(keys)}"
-                problems += problem(flag, None, message)
+                where = f"set {held_out.name}: no key {key!r} in {held_out.path}"
+                message = f"{where}; its keys: {_join(keys)}"
+                problems += problem(_flag_of(held_out, s), None, message)
     return problems
+
+
+def _flag_of(eval_set: EvalSet, s: Settings) -> str:
+    """The setting that names an evaluation set."""
+    if any(source.eval_path and source.name == eval_set.name for source in s.prompt_sources):
+        return "prompt_data"
+    return "eval_prompt_data" if s.eval.eval_config is None else "eval_config"
 
 
 def check_images(s: Settings) -> list[Problem]:
@@ -117,16 +196,21 @@ WITHOUT_LABEL = ("task", "zero", "code", "ifbench", "remote_rm")
 
 def check_reward(s: Settings) -> list[Problem]:
     reward = s.reward
-    sources = [s.data.prompt_data or ""] if s.generates else []
+    sources = [s.data] if s.generates else []
+    if s.prompt_sources and s.generates:
+        ungraded = [each for each in s.prompt_sources if not each.grades_itself]
+        sources = [each.data_config(s.data) for each in ungraded]
     eval_sets = s.eval_sets if s.evaluates else ()
     graded = [each for each in eval_sets if each.rm_type is None and each.custom_rm_path is None]
-    paths = [*sources, *(each.path for each in graded)]
+    paths = [*(each.prompt_data or "" for each in sources), *(each.path for each in graded)]
     if reward.custom_rm_path is not None or all(path.startswith(TASK_PREFIX) for path in paths):
         return []
     if reward.rm_type is None:
         message = f"required, or --custom-rm-path, or a {TASK_PREFIX} source, which scores itself"
         return problem("rm_type", None, message)
-    needs_label = any(sources) or any(each.label_key is None for each in graded)
+    label_keys = [each.label_key for each in sources if each.prompt_data]
+    label_keys += [each.label_key for each in graded]
+    needs_label = any(key is None for key in label_keys)
     if reward.rm_type not in WITHOUT_LABEL and s.data.label_key is None and needs_label:
         message = f"required with --rm-type {reward.rm_type}: the field with the reference answer"
         return problem("label_key", None, message)
@@ -165,18 +249,24 @@ def check_evaluation(s: Settings) -> list[Problem]:
         return problem("eval_prompt_data", " ".join(pairs), message)
     if pairs is not None and len(set(pairs[::2])) < len(pairs) // 2:
         return problem("eval_prompt_data", " ".join(pairs), "has two sets of the same name")
-    name = "eval_prompt_data" if file is None else "eval_config"
     problems = []
+    names = [each.name for each in s.eval_sets]
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        message = f"source {name}: another evaluation set has its name; rename one of them"
+        problems += problem("prompt_data", s.data.prompt_data, message)
     for each in s.eval_sets:
-        problems += missing_data(name, each.path)
+        problems += missing_data(_flag_of(each, s), each.path)
     for each in s.eval_sets:
-        if (reason := _reward_problem(each, s.reward.rm_url)) is not None:
-            problems += problem("eval_config", None, f"set {each.name}: {reason}")
+        flag = _flag_of(each, s)
+        reason = _reward_problem(each, s.reward.rm_url) if flag == "eval_config" else None
+        if reason is not None:
+            problems += problem(flag, None, f"set {each.name}: {reason}")
     return problems
 
 
-def _reward_problem(each: EvalSet, rm_url: str | None) -> str | None:
-    """What is wrong with the reward that an evaluation set of --eval-config names, if anything."""
+def _reward_problem(each: EvalSet | MixSource, rm_url: str | None) -> str | None:
+    """What is wrong with the reward that an evaluation set of --eval-config, or a source of a mix,
+    names, if anything."""
     if each.custom_rm_path is not None:
         try:
             load_function(each.custom_rm_path)
@@ -201,6 +291,7 @@ def truncates(s: Settings) -> bool:
 
 DATA_RULES: tuple[Rule, ...] = (
     check_prompt_data,
+    check_prompt_mix,
     check_row_keys,
     check_images,
     check_reward,

@@ -52,6 +52,10 @@ FACTS: Mapping[str, tuple[Callable[[Settings], bool], str]] = {
         lambda s: s.distillation.served,
         "--opd-type sglang, which scores given tokens at temperature 1 over the full vocabulary",
     ),
+    "@eval_sources": (
+        lambda s: any(source.eval_path for source in s.prompt_sources),
+        "an eval_path in the mix of --prompt-data",
+    ),
     "@self_teacher": (lambda s: s.distillation.teaches_itself, "--opd-type self"),
     "@weight_folder": (
         lambda s: transport_traits(s.sglang.update_weight_transport).uses_folder,

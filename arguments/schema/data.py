@@ -21,7 +21,8 @@ class DataConfig(CheckedSettings):
     prompt_data: str | None = arg(
         None,
         "Prompts: a .jsonl or .parquet file, with an optional row range as in file.jsonl@[0:100], "
-        "or reasoning_gym:<task>?size=1000&seed=1&<option>=<value>.",
+        "or reasoning_gym:<task>?size=1000&seed=1&<option>=<value>. A .yaml file is a mix of "
+        "sources, each with its weight, keys and reward.",
     )
     input_key: str = arg(
         "input", "Field of a row that holds the prompt: a string or a list of chat messages."
@@ -125,8 +126,8 @@ class EvalConfig(CheckedSettings):
         "Evaluate every N rollouts, and before the first and after the last one.",
         legal=POSITIVE,
         excludes="@reward_model",
-        needs="eval_prompt_data|eval_config",
-        required_with="eval_prompt_data|eval_config",
+        needs="eval_prompt_data|eval_config|@eval_sources",
+        required_with="eval_prompt_data|eval_config|@eval_sources",
     )
     eval_prompt_data: list[str] | None = arg(
         None, "Evaluation sets: name path [name path ...].", nargs="+", metavar="NAME PATH"

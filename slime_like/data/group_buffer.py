@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from slime_like.data.prompts import PromptSource
+from slime_like.data.prompts import PromptStream
 from slime_like.samples.groups import SampleGroup
 from slime_like.samples.index import AnySample
 from slime_like.types import Prompt, Sample
@@ -60,7 +60,7 @@ class GroupBuffer:
     n_samples empty samples each. rank: this rank, out of num_holders that sample."""
 
     def __init__(
-        self, source: PromptSource, n_samples: int, *, rank: int = 0, num_holders: int = 1
+        self, source: PromptStream, n_samples: int, *, rank: int = 0, num_holders: int = 1
     ) -> None:
         self.source = source
         self.n_samples = n_samples
@@ -93,6 +93,15 @@ class GroupBuffer:
         first = prompt.group_id * self.n_samples
         samples = (Sample.empty(prompt, first + j) for j in range(self.n_samples))
         return PendingGroup(prompt, tuple(samples))
+
+    def observe(self, groups: Iterable[PendingGroup]) -> None:
+        """Graded groups that are trained on or dropped: the source may learn from them."""
+        for group in groups:
+            self.source.observe(group.prompt, [sample.reward for sample in group.samples])
+
+    def metrics(self) -> dict[str, float]:
+        """Of the source."""
+        return self.source.metrics()
 
     @property
     def num_waiting(self) -> int:

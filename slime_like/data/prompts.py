@@ -7,6 +7,7 @@ run draws the same prompts as an uninterrupted one. Waiting groups are part of e
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from arguments.eval_sets import EvalSet
+from arguments.prompt_mix import with_overrides
 from arguments.schema.data import DataConfig
 from slime_like.data.conversation import ConversationFormat
 from slime_like.data.pairs import PairFormat
@@ -25,6 +27,7 @@ from slime_like.data.source import RowSource, batches, folder_of, open_source
 from slime_like.images.encoded import EncodedImage
 from slime_like.images.processor import ImageProcessor
 from slime_like.rewards.registry import AnswerCheck
+from slime_like.rewards.registry import answer_check as reward_check
 from slime_like.text import clean
 from slime_like.types import Prompt, T
 
@@ -117,11 +120,45 @@ def select_short_rows(
     return np.asarray(kept, dtype=np.int64)
 
 
-class PromptSource:
-    """An endless stream of prompts over epochs of one data source. `len()` is the number of prompts
-    per epoch, `num_left_out` the number of rows that were too long, `notes` messages to log.
+class PromptStream(abc.ABC):
+    """The prompts of a run, in training order: of one data source, or of a mix. `len()` is the
+    number of prompts per epoch, `num_left_out` the number of rows that were too long, `notes`
+    messages to log."""
+
+    num_left_out: int
+    notes: list[str]
+
+    @abc.abstractmethod
+    def __len__(self) -> int: ...
+
+    @abc.abstractmethod
+    def next_prompts(self, n: int) -> list[Prompt]:
+        """The next `n` prompts. Group ids increase by one over the whole run."""
+
+    def observe(self, prompt: Prompt, rewards: Sequence[float | None]) -> None:
+        """The rewards of a prompt's samples, once it is trained on or dropped."""
+        return
+
+    def metrics(self) -> dict[str, float]:
+        """How far the stream is."""
+        return {}
+
+    @abc.abstractmethod
+    def state_dict(self) -> dict[str, object]:
+        """The position as plain JSON."""
+
+    @abc.abstractmethod
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume from `state`. Raises ValueError if the data differ; a moved file with equal
+        content is fine."""
+
+
+class PromptSource(PromptStream):
+    """An endless stream of prompts over epochs of one data source.
 
     Args:
+        metadata: Overrides each row's, of prompts to answer.
+        order: Distinguishes the orders of sources with the same seed.
         answer_check: `data.sft.answer_problem`, or `rewards.registry.answer_check` of the run's
             reward; None accepts every label.
         conversations: Rows are conversations for supervised training.
@@ -148,6 +185,8 @@ class PromptSource:
         trains_labels: bool = False,
         raw_messages: bool = False,
         image_processor: ImageProcessor | None = None,
+        metadata: Mapping[str, object] | None = None,
+        order: tuple[int, ...] = (),
     ) -> None:
         if config.prompt_data is None:
             raise ValueError("--prompt-data is missing: .jsonl, .parquet or reasoning_gym:<task>")
@@ -164,6 +203,7 @@ class PromptSource:
                 tokenizer,
                 keys=keys,
                 answer_check=answer_check,
+                metadata=metadata,
                 teaches_itself=teaches_itself,
                 trains_labels=trains_labels,
                 raw_messages=raw_messages,
@@ -183,6 +223,7 @@ class PromptSource:
         self.notes = self._source.notes
         self._shuffle = config.rollout_shuffle
         self._seed = config.rollout_seed
+        self._order_key = order
         self.epoch = 0
         self._offset = 0  # number of prompts of this epoch that were handed out
         self._next_group_id = 0
@@ -192,8 +233,7 @@ class PromptSource:
         return len(self._kept)
 
     def next_prompts(self, n: int) -> list[Prompt]:
-        """The next `n` prompts, continuing with the next epoch at the end of one. Group ids
-        increase by one over the whole run."""
+        """See `PromptStream`; at the end of an epoch the next one begins."""
         indices: list[int] = []
         while len(indices) < n:
             if self._offset == len(self):
@@ -205,7 +245,11 @@ class PromptSource:
             self._offset += len(taken)
         first = self._next_group_id
         self._next_group_id += n
-        return _make_prompts(self._source, self._form, indices, first)
+        return self.prompts_of(indices, first)
+
+    def prompts_of(self, indices: Sequence[int], first_group_id: int) -> list[Prompt]:
+        """The prompts of some rows, with group ids from `first_group_id` on."""
+        return _make_prompts(self._source, self._form, indices, first_group_id)
 
     def _epoch_order(self) -> range | np.ndarray:
         """Indices into `_kept`, in the order of this epoch."""
@@ -213,7 +257,8 @@ class PromptSource:
             return range(len(self))
         # RandomState: numpy guarantees its stream, so that a run resumes identically under a later
         # numpy version.
-        return np.random.RandomState([self._seed % 2**32, self.epoch]).permutation(len(self))
+        key = [self._seed % 2**32, self.epoch, *self._order_key]
+        return np.random.RandomState(key).permutation(len(self))
 
     def _fingerprint(self) -> dict[str, object]:
         order = f"seed={self._seed}" if self._shuffle else "file"
@@ -226,7 +271,7 @@ class PromptSource:
         }
 
     def state_dict(self) -> dict[str, object]:
-        """The position as plain JSON."""
+        """See `PromptStream`."""
         return {
             "epoch": self.epoch,
             "offset": self._offset,
@@ -235,8 +280,7 @@ class PromptSource:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from `state`. Raises ValueError if the data differ; a moved file with equal
-        content is fine."""
+        """See `PromptStream`."""
         saved = dict(state["source"])
         current = self._fingerprint()
         different = [key for key in current if key != "path" and saved.get(key) != current[key]]
@@ -302,7 +346,8 @@ def load_eval_sets(
     ValueError like `PromptSource`.
 
     Args:
-        answer_check: Of the run's reward; a set with its own function accepts every row.
+        answer_check: Of the run's reward, for sets without their own; a set with its own function
+            accepts every row.
         room_of: Limits for prompt lengths.
         raw_messages: See `PromptFormat`.
         image_processor: See `PromptSource`.
@@ -318,9 +363,13 @@ def load_eval_sets(
             label_key=eval_set.label_key,
             metadata_key=eval_set.metadata_key,
         )
-        check = None if eval_set.custom_rm_path is not None else answer_check
+        check = answer_check
+        if eval_set.custom_rm_path is not None:
+            check = None
+        elif eval_set.rm_type is not None:
+            check = reward_check(eval_set.rm_type, None)
         form = PromptFormat(
-            data,
+            with_overrides(data, eval_set),
             tokenizer,
             keys=keys,
             answer_check=check,
@@ -336,7 +385,8 @@ def load_eval_sets(
             skip_bad_rows=data.skip_bad_rows,
             flag=flag,
         )
-        kept = select_short_rows(source, form, data.rollout_max_prompt_len, flag, room_of(eval_set))
+        longest = eval_set.max_prompt_len or data.rollout_max_prompt_len
+        kept = select_short_rows(source, form, longest, flag, room_of(eval_set))
         sets[eval_set.name] = _make_prompts(source, form, [int(i) for i in kept], first)
         first += len(kept)
         notes += source.notes

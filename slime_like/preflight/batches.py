@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from arguments.run_config import RunConfig
+from arguments.schema import DataConfig
 from slime_like.config import ConfigError, Problem
 from slime_like.data.factory import run_image_processor, run_tokenizer
 from slime_like.data.prompts import row_images
@@ -135,23 +136,42 @@ def longest_sequence(config: RunConfig) -> int:
 
 def prompt_limit(config: RunConfig) -> int:
     """Maximum tokens of an accepted prompt."""
-    limit = config.data.rollout_max_prompt_len
-    return int(prompt_lengths(config)[0].max()) if limit is None else limit
+    limits = [each.rollout_max_prompt_len for each in config.data_configs or (config.data,)]
+    known = [limit for limit in limits if limit is not None]
+    if len(known) == len(limits):
+        return max(known)
+    return max([int(prompt_lengths(config)[0].max()), *known])
 
 
 def prompt_lengths(config: RunConfig) -> tuple[NDArray[np.int64], str]:
     """Prompt lengths in tokens, estimated from the characters and images of the first rows of
-    --prompt-data if it is a file; otherwise a single length. Raises ConfigError."""
-    path = config.data.prompt_data
-    limit = config.data.rollout_max_prompt_len
-    key = config.data.input_key
+    --prompt-data if it is a file; otherwise a single length. Of a mix, each source has its share of
+    them, as in the first rollout in which it has a weight. Raises ConfigError."""
+    sources = config.prompt_sources
+    if not sources:
+        return _lengths_of(config, config.data)
+    parts = [_lengths_of(config, each) for each in config.data_configs]
+    weights = [next(filter(None, source.weight.values())) for source in sources]
+    lengths = [
+        np.resize(part, max(1, round(PROMPTS_READ * weight / sum(weights))))
+        for (part, _), weight in zip(parts, weights)
+    ]
+    texts = [f"{source.name} ({text})" for source, (_, text) in zip(sources, parts)]
+    return np.concatenate(lengths), "; ".join(texts)
+
+
+def _lengths_of(config: RunConfig, data: DataConfig) -> tuple[NDArray[np.int64], str]:
+    """`prompt_lengths` of one source."""
+    path = data.prompt_data
+    limit = data.rollout_max_prompt_len
+    key = data.input_key
     count = PROMPTS_READ if config.gpt.vision is None else ROWS_WITH_IMAGES
     rows = list(_rows(path, count)) if path is not None else []
     rows = [row for row in rows if _characters(row.get(key)) is not None]
     if not rows:
         length = limit or DEFAULT_PROMPT
         return np.array([length]), f"{length} tokens each"
-    images = _image_reader(config)
+    images = _image_reader(config, data)
     characters = np.array([_characters(row[key]) for row in rows])
     lengths = np.ceil(characters / CHARACTERS_PER_TOKEN).astype(np.int64)
     source = f"{path}, {CHARACTERS_PER_TOKEN:g} characters a token"
@@ -200,17 +220,17 @@ def _text(content: object) -> str:
     return "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
 
 
-def _image_reader(config: RunConfig) -> RowImages | None:
+def _image_reader(config: RunConfig, data: DataConfig) -> RowImages | None:
     """Takes images out of rows; None without --multimodal-keys."""
     if config.gpt.vision is None:
         return None
-    assert config.data.prompt_data is not None
+    assert data.prompt_data is not None
     try:
         processor = run_image_processor(config, run_tokenizer(config))
     except ValueError as error:
         problem = Problem("--hf-checkpoint", config.model.hf_checkpoint, str(error))
         raise ConfigError([problem]) from error
-    return row_images(processor, config.data, config.data.prompt_data)
+    return row_images(processor, data, data.prompt_data)
 
 
 def _image_tokens(row: dict[str, Any], key: str, images: RowImages) -> int:

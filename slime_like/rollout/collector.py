@@ -130,6 +130,10 @@ class GroupSource(Protocol):
 
     def requeue(self, groups: Sequence[PendingGroup]) -> None: ...
 
+    def observe(self, groups: Sequence[PendingGroup]) -> None: ...
+
+    def metrics(self) -> dict[str, float]: ...
+
     @property
     def num_waiting(self) -> int: ...
 
@@ -276,6 +280,7 @@ class Collector:
                 if not keep:
                     in_progress -= 1
                     stats.leave_out(group)
+                    self.buffer.observe([group])
                 elif len(kept) < self.target:
                     kept.append(group)
                 else:
@@ -283,10 +288,12 @@ class Collector:
         self._requeue_unfinished(generation.stop(), rollout_id, stats)
         stats.late = generation.late
         self._check_failed(rollout_id, stats, kept, decide, ended=True)
-        kept = self._mask_removed(sorted(kept, key=lambda g: g.group_id), decide)
-        metrics: dict[str, float] = {}
+        kept = sorted(kept, key=lambda g: g.group_id)
+        self.buffer.observe(kept)
+        kept = self._mask_removed(kept, decide)
+        metrics = self.buffer.metrics()
         if schedules(self.config):
-            metrics = stats.metrics(kept=len(kept), waiting=self.buffer.num_waiting)
+            metrics |= stats.metrics(kept=len(kept), waiting=self.buffer.num_waiting)
         return Collected([g.sample_group for g in kept], [g.prompt for g in kept], metrics)
 
     def _decide_on_rank_zero(self, function: Callable[[Groups], T], groups: Groups) -> T:
@@ -317,7 +324,7 @@ class Collector:
         def collect() -> tuple[GroupIndex, dict[str, float], Mapping[str, object]]:
             nonlocal collected
             collected = collect_on_rank_zero()
-            return index_of_groups(collected.groups), collected.metrics, buffer.source.state_dict()
+            return index_of_groups(collected.groups), collected.metrics, self._source_state()
 
         timeout_s = self.config.rollout_function_timeout_s
         index, metrics, position = from_rank_zero_within(
@@ -332,6 +339,11 @@ class Collector:
         buffer.source.load_state_dict(position)
         buffer.waiting = []  # held by rank 0
         return Collected(groups_of_index(index), [], metrics)
+
+    def _source_state(self) -> Mapping[str, object]:
+        """The prompt position, on rank 0."""
+        assert isinstance(self.buffer, GroupBuffer)
+        return self.buffer.source.state_dict()
 
     def _draw(self, rollout_id: int, stats: CollectionStats, decide: Decide) -> list[PendingGroup]:
         """The next groups to sample: waiting groups first, then new prompts."""
@@ -390,6 +402,7 @@ class Collector:
             return
         stats.surplus += 1
         stats.leave_out(group)
+        self.buffer.observe([group])
 
     def _requeue_unfinished(
         self, groups: Sequence[PendingGroup], rollout_id: int, stats: CollectionStats

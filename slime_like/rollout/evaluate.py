@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 
 from arguments.eval_sets import EvalSet
+from arguments.prompt_mix import MixSource
 from arguments.schema import RewardConfig, RolloutConfig
 from slime_like.engines.base import SamplingParams
 from slime_like.function_args import NO_SETTINGS, FunctionArgs
@@ -17,9 +18,11 @@ from slime_like.samples.groups import SampleGroup, flatten
 from slime_like.types import Prompt
 
 
-def reward_of(eval_set: EvalSet, reward: RewardConfig, key: str | None) -> RewardConfig | None:
-    """The reward of an evaluation set, which takes precedence over the run's reward function; None:
-    the run's. key: --eval-reward-key."""
+def reward_of(
+    eval_set: EvalSet | MixSource, reward: RewardConfig, key: str | None = None
+) -> RewardConfig | None:
+    """The reward of an evaluation set, or of a source of a mix, which takes precedence over the
+    run's reward function; None: the run's. key: --eval-reward-key."""
     names_one = bool(eval_set.rm_type or eval_set.custom_rm_path)
     if key is not None:
         reward = replace(reward, reward_key=key)

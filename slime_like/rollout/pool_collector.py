@@ -152,6 +152,17 @@ class PoolCollector(Collector):
 
         return thread.call(position)
 
+    def _source_state(self) -> Mapping[str, object]:
+        """See `Collector`; the thread draws meanwhile."""
+        source = self._buffer.source
+        if self._thread is None:
+            return source.state_dict()
+
+        async def state() -> Mapping[str, object]:
+            return source.state_dict()
+
+        return self._thread.call(state)
+
     def _position(self, in_flight: Groups) -> tuple[Mapping[str, object], tuple[PendingGroup, ...]]:
         groups = (*in_flight, *self.pool.finished.values(), *self._buffer.waiting)
         return self._buffer.source.state_dict(), groups
@@ -265,6 +276,7 @@ class PoolCollector(Collector):
         self.pool.drop(group)
         del self._ended_at[group.group_id]
         self._stats.leave_out(group)
+        self._buffer.observe([group])
 
     def _is_ready(self) -> bool:
         """Whether the next rollout can be taken. Groups of which nothing can be trained on any more
@@ -293,10 +305,12 @@ class PoolCollector(Collector):
         waited = [now - self._ended_at.pop(group.group_id, now) for group in taken]
         ages = [rollout_id - group.started for group in taken if group.started is not None]
         groups = sorted(taken, key=lambda group: group.group_id)
+        self._buffer.observe(groups)
         groups = self._mask_stale(groups, limit, stats)
         self._check_failed(rollout_id, stats, groups, decide, ended=True)
         groups = self._mask_removed(groups, decide)
-        metrics = stats.metrics(kept=len(groups), waiting=len(self.pool)) | {
+        metrics = stats.metrics(kept=len(groups), waiting=len(self.pool)) | self._buffer.metrics()
+        metrics |= {
             "rollout/pool_in_flight": float(len(self.pool.in_flight)),
             "rollout/pool_finished": float(len(self.pool.finished)),
             "rollout/group_age_mean": sum(ages) / len(ages),

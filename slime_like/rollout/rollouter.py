@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial as bind
 from typing import TYPE_CHECKING
@@ -37,7 +37,7 @@ from slime_like.samples.groups import SampleGroup, split
 from slime_like.samples.index import AnySample, holder_of
 from slime_like.samples.routed_experts import join_routed_experts
 from slime_like.samples.sampling_mask import pad_sampling_mask, split_sampling_mask
-from slime_like.types import Prompt, Sample, SampleStatus
+from slime_like.types import PROMPT_SOURCE, Prompt, Sample, SampleStatus
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -97,7 +97,10 @@ class Rollouter:
         sample_hook: SampleHook | None = None,
         sample_buffer_size: int = BUFFER_SIZE,
         image_processor: ImageProcessor | None = None,
+        response_limits: Mapping[str, int] | None = None,
     ) -> None:
+        """response_limits: longest response by source of a mix, where it has a limit."""
+        self._response_limits = dict(response_limits or {})
         self.engine = engine
         self.grader = grader
         self.tokenizer = tokenizer
@@ -113,6 +116,15 @@ class Rollouter:
     def seed_of(self, purpose: str, sample_id: int, position: int) -> int:
         """The seed of a request. position: current response length."""
         return sample_seed(self.seed, purpose, sample_id, position)
+
+    def sampling_of(self, sample: Sample, sampling: SamplingParams) -> SamplingParams:
+        """The sampling parameters of a sample: those of its source, where it has a limit."""
+        if not self._response_limits or PROMPT_SOURCE not in sample.metadata:
+            return sampling
+        limit = self._response_limits.get(sample.metadata[PROMPT_SOURCE]["name"])
+        if limit is None or limit >= sampling.max_new_tokens:
+            return sampling
+        return replace(sampling, max_new_tokens=limit)
 
     def generate(
         self,
@@ -214,15 +226,12 @@ class Rollouter:
     ) -> list[Sample]:
         """Generate on this rank's engine. Requests with equal limits are batched."""
         if self.custom_generate is not None and samples:
-            seed_of = bind(self.seed_of, purpose)
-            model = Model(self.engine, self.tokenizer, sampling, seed_of, self.image_processor)
-            return self.custom_generate.run(
-                samples, model, evaluation=purpose != "train", limit=limit
-            )
+            return self._generate_custom(samples, sampling, purpose, limit)
         longest = limit or sampling.max_new_tokens
-        budgets = {
-            s.sample_id: min(longest, sampling.max_new_tokens - s.response_length) for s in samples
-        }
+        budgets = {}
+        for s in samples:
+            room = self.sampling_of(s, sampling).max_new_tokens - s.response_length
+            budgets[s.sample_id] = min(longest, room)
         done: dict[int, Sample] = {}
         for length in sorted(set(budgets.values())):
             chunk = [s for s in samples if budgets[s.sample_id] == length]
@@ -243,6 +252,25 @@ class Rollouter:
                 done[s.sample_id] = self.append_output(s, output, sampling)
         return [done[s.sample_id] for s in samples]
 
+    def _generate_custom(
+        self, samples: Sequence[Sample], sampling: SamplingParams, purpose: str, limit: int | None
+    ) -> list[Sample]:
+        """`_generate_local` by the user's function or agents; samples with equal sampling
+        parameters together."""
+        assert self.custom_generate is not None
+        seed_of = bind(self.seed_of, purpose)
+        parts: dict[int, list[Sample]] = {}
+        for s in samples:
+            parts.setdefault(self.sampling_of(s, sampling).max_new_tokens, []).append(s)
+        done: dict[int, Sample] = {}
+        for part in parts.values():
+            own = self.sampling_of(part[0], sampling)
+            model = Model(self.engine, self.tokenizer, own, seed_of, self.image_processor)
+            evaluation = purpose != "train"
+            outputs = self.custom_generate.run(part, model, evaluation=evaluation, limit=limit)
+            done.update((s.sample_id, output) for s, output in zip(part, outputs, strict=True))
+        return [done[s.sample_id] for s in samples]
+
     def append_output(
         self, sample: Sample, output: GenerateOutput, sampling: SamplingParams
     ) -> Sample:
@@ -253,6 +281,7 @@ class Rollouter:
             output: The engine's output.
             sampling: Sampling parameters; max_new_tokens is for the complete response.
         """
+        sampling = self.sampling_of(sample, sampling)
         output = truncate_at_stop(self.tokenizer, sample, output, sampling.stop)
         assert sample.rollout_log_probs is not None
         length = sample.response_length + len(output.tokens)

@@ -113,6 +113,7 @@ class Responder:
         """
         if sample.ended or self.stopped:
             return sample
+        sampling = self.rollouter.sampling_of(sample, sampling)
         custom = self.rollouter.custom_generate
         if custom is None:
             sample = await self.generate(sample, sampling)
@@ -138,6 +139,7 @@ class Responder:
 
     async def generate(self, sample: Sample, sampling: SamplingParams) -> Sample:
         """Continue a sample; it is PARTIAL after an abort."""
+        sampling = self.rollouter.sampling_of(sample, sampling)
         room = sampling.max_new_tokens - sample.response_length
         if room <= 0:
             return replace(sample, status=SampleStatus.TRUNCATED)

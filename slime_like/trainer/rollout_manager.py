@@ -4,14 +4,14 @@ supervised."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from arguments.schema import AlgorithmConfig, RolloutConfig
 from slime_like.data.group_buffer import GroupBuffer
-from slime_like.data.prompts import PromptSource
+from slime_like.data.prompts import PromptStream
 from slime_like.data.tokenizer import special_token_ids
 from slime_like.images.processor import ImageProcessor
 from slime_like.rollout.answer_metrics import answer_metrics
@@ -26,10 +26,12 @@ from slime_like.rollout.remax_baseline import with_greedy_rewards
 from slime_like.rollout.rollouter import Rollouter, training_sampling
 from slime_like.rollout.self_teacher import TeacherPrompts
 from slime_like.rollout.shared_groups import RankZeroJson, SamplingPosition, share_from_rank_zero
+from slime_like.rollout.source_metrics import source_metrics, source_of_groups
 from slime_like.rollout.teacher_client import ServedTeacher
 from slime_like.samples.episodes import complete
 from slime_like.samples.groups import SampleGroup, flatten
 from slime_like.samples.masking import oldest_trained
+from slime_like.types import PROMPT_SOURCE, Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -50,6 +52,8 @@ class RolloutSettings:
     needs_greedy: bool
     max_ahead: int | None  # rollouts sampled ahead with --async-rollout; None without it
     max_staleness: int | None  # of a token that is trained on; None: unbounded
+    # by source of a mix, the reward from which on a sample passes; empty without a mix
+    pass_rewards: Mapping[str, float] = field(default_factory=dict)
 
 
 class RolloutManager:
@@ -59,7 +63,7 @@ class RolloutManager:
     def __init__(
         self,
         settings: RolloutSettings,
-        source: PromptSource | UserSource | None,
+        source: PromptStream | UserSource | None,
         rollouter: Rollouter | None,
         collector: Collector | UserRollout | None,
         buffer: GroupBuffer | None,
@@ -99,7 +103,7 @@ class RolloutManager:
             )
             return self._add_teacher(recorded, {}, None)
         if settings.algorithm.loss_type == "sft_loss":
-            assert isinstance(self._source, PromptSource)
+            assert isinstance(self._source, PromptStream)
             prompts = self._source.next_prompts(rollout.rollout_batch_size)
             groups, metrics = supervised_groups(
                 settings.algorithm,
@@ -108,7 +112,7 @@ class RolloutManager:
                 max_response_len=rollout.rollout_max_response_len,
                 processor=self._image_processor,
             )
-            return self._rollout_of(groups, metrics)
+            return self._rollout_of(groups, metrics | self._supervised_metrics(groups, prompts))
         if settings.max_ahead is None:
             return self._sample(step)
         assert self.queue is not None and self._rollouter is not None
@@ -134,7 +138,7 @@ class RolloutManager:
 
     def state_dict(self) -> SamplingState:
         """State for resuming, as plain JSON, including prefetched rollouts. Collective."""
-        if self._source is not None and not isinstance(self._source, PromptSource):
+        if self._source is not None and not isinstance(self._source, PromptStream):
             self.drain()
             self._source.save(self._rollout_id)
         if self.queue is not None:
@@ -240,6 +244,9 @@ class RolloutManager:
         """Add log-probs of a served teacher or self-distillation prompts to the groups, and agent
         metrics to the metrics."""
         metrics = metrics | answer_metrics(groups, self._special_ids, group)
+        if self.settings.pass_rewards:
+            names = source_of_groups(groups, group)
+            metrics |= source_metrics(groups, names, self.settings.pass_rewards)
         if self.settings.has_agents:
             from slime_like.agents.episode_samples import agent_metrics
 
@@ -248,6 +255,17 @@ class RolloutManager:
             return self._rollout_of(groups, metrics)
         groups, teacher_metrics = self._teacher.grade(groups, group)
         return self._rollout_of(groups, metrics | teacher_metrics)
+
+    def _supervised_metrics(
+        self, groups: Sequence[SampleGroup], prompts: Sequence[Prompt]
+    ) -> dict[str, float]:
+        """Metrics of given answers by the source of a mix; none without one."""
+        if not self.settings.pass_rewards:
+            return {}
+        assert isinstance(self._source, PromptStream)
+        names = {prompt.group_id: prompt.metadata[PROMPT_SOURCE]["name"] for prompt in prompts}
+        metrics = source_metrics(groups, names, self.settings.pass_rewards, graded=False)
+        return metrics | self._source.metrics()
 
     def _rollout_of(
         self, groups: Sequence[SampleGroup], metrics: Mapping[str, float]
@@ -283,13 +301,13 @@ class RolloutManager:
     @property
     def user_source(self) -> UserSource | None:
         """The source of --data-source-path, if any."""
-        return None if isinstance(self._source, PromptSource) else self._source
+        return None if isinstance(self._source, PromptStream) else self._source
 
 
-def check_source(source: PromptSource | UserSource, position: Mapping[str, object]) -> None:
+def check_source(source: PromptStream | UserSource, position: Mapping[str, object]) -> None:
     """Raise ValueError if the checkpoint's position belongs to another kind of source."""
     saved = position.get("data_source")
-    if (saved is None) == isinstance(source, PromptSource):
+    if (saved is None) == isinstance(source, PromptStream):
         return
     raise ValueError(
         f"the checkpoint's run drew its prompts from {saved or '--prompt-data'}, so its position "

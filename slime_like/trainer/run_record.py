@@ -28,7 +28,7 @@ FORMAT = "slime_like run 1"
 GIT_S = 10.0  # seconds that git may take
 PACKAGES = ("torch", "megatron-core", "transformers", "safetensors", "numpy", "sglang")
 # parts of the configuration that only repeat flags of other parts
-_LEFT_OUT = ("eval_sets", "model_args", "preflight", "server", "slime")
+_LEFT_OUT = ("eval_sets", "model_args", "preflight", "prompt_sources", "server", "slime")
 
 
 def settings_by_flag(config: RunConfig) -> tuple[dict[str, object], list[str]]:
@@ -126,6 +126,7 @@ def write_run_record(
         "world_size": config.world_size,
         "config": settings,
         "changed": changed,
+        "prompt_sources": [_plain(dataclasses.asdict(each)) for each in config.prompt_sources],
         "environment": environment(),
         "patches": patches,
         "warnings": mask_settings(list(config.warnings)),

@@ -20,7 +20,7 @@ from arguments.run_config import RunConfig
 from slime_like.advantages import TokenEstimator, advantage_estimators
 from slime_like.data.group_buffer import GroupBuffer
 from slime_like.data.prompt_format import PromptFormat, RowKeys
-from slime_like.data.prompts import PromptSource
+from slime_like.data.prompts import PromptStream
 from slime_like.engines.base import RolloutEngine, num_generating_ranks
 from slime_like.engines.registry import EngineContext, engine_traits, rollout_engines
 from slime_like.images.processor import ImageProcessor
@@ -29,9 +29,10 @@ from slime_like.megatron.trained_network import TrainedNetwork
 from slime_like.metrics.progress import Progress
 from slime_like.rewards import confinement
 from slime_like.rewards.grader import Grader
+from slime_like.rewards.source_grader import SourceGrader
 from slime_like.rollout.collector import Collector
 from slime_like.rollout.episode_pool import PoolSettings
-from slime_like.rollout.evaluate import Evaluator
+from slime_like.rollout.evaluate import Evaluator, reward_of
 from slime_like.rollout.factory import make_evaluator
 from slime_like.rollout.hooks import (
     UserRollout,
@@ -63,7 +64,7 @@ logger = logging.getLogger(__name__)
 def make_collector(
     config: RunConfig,
     rollouter: Rollouter | None,
-    source: PromptSource | UserSource | None,
+    source: PromptStream | UserSource | None,
     evaluator: Evaluator | None,
     *,
     num_rollouts: int,
@@ -78,7 +79,7 @@ def make_collector(
     ):
         return None, None
     path = config.scheduling.rollout_function_path
-    if not isinstance(source, PromptSource):
+    if not isinstance(source, PromptStream):
         return source_rollout(config, rollouter, source, evaluator), None
     streams = rollouter.engine.serves_all_ranks and leaves_stragglers(config)
     on_rank_zero = streams or path not in (None, OWN_ROLLOUT)
@@ -215,14 +216,32 @@ def make_rollouter(
         custom = agent_generate(config, tokenizer, dist.get_rank(), output_dir)
     return Rollouter(
         engine,
-        Grader(**dataclasses.asdict(config.reward), settings=function_args(config)),
+        make_grader(config),
         tokenizer,
         seed=config.data.rollout_seed,
         custom_generate=custom,
         sample_hook=sample_hook(config),
         sample_buffer_size=config.rollout.sample_buffer_size,
         image_processor=image_processor,
+        response_limits={
+            source.name: source.max_response_len
+            for source in config.prompt_sources
+            if source.max_response_len is not None
+        },
     )
+
+
+def make_grader(config: RunConfig) -> Grader:
+    """The grader of the run's reward, with those of the sources of a mix that have their own."""
+    settings = function_args(config)
+    by_source = {
+        source.name: Grader(**dataclasses.asdict(reward), settings=settings)
+        for source in config.prompt_sources
+        if (reward := reward_of(source, config.reward)) is not None
+    }
+    if not by_source:
+        return Grader(**dataclasses.asdict(config.reward), settings=settings)
+    return SourceGrader(by_source, **dataclasses.asdict(config.reward), settings=settings)
 
 
 def make_teacher(
@@ -291,7 +310,7 @@ def make_sampling(
     tokenizer: PreTrainedTokenizerBase,
     progress: Progress,
     *,
-    source: PromptSource | UserSource | None,
+    source: PromptStream | UserSource | None,
     eval_prompts: Mapping[str, Sequence[Prompt]],
     num_rollouts: int,
     output_dir: Path,
@@ -349,6 +368,7 @@ def rollout_settings(config: RunConfig) -> RolloutSettings:
         needs_greedy=needs_greedy(config),
         max_ahead=max_ahead(config.scheduling),
         max_staleness=max_staleness(config.scheduling) if config.scheduling.async_rollout else None,
+        pass_rewards={source.name: source.pass_reward for source in config.prompt_sources},
     )
 
 

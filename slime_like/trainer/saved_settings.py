@@ -42,6 +42,8 @@ LEFT_OUT = frozenset(
         "log_probs_chunk_size",
     ]
 )
+# of a source of a mix; its data are compared elsewhere
+LEFT_OUT_OF_SOURCES = frozenset(["name", "path", "eval_path"])
 
 
 def settings_of(config: RunConfig) -> dict[str, object]:
@@ -62,6 +64,12 @@ def settings_of(config: RunConfig) -> dict[str, object]:
                     settings[f"{flag} (the file)"] = digest
                 value = _without_credentials(value)
             settings[flag] = mask_settings(value)
+    for source in config.prompt_sources:
+        values = dataclasses.asdict(source)
+        given = {key: value for key, value in values.items() if value is not None}
+        for key in LEFT_OUT_OF_SOURCES & given.keys():
+            del given[key]
+        settings[f"--prompt-data, source {source.name}"] = mask_settings(given)
     return json.loads(json.dumps(settings, default=str))
 
 

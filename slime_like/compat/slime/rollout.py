@@ -157,6 +157,12 @@ class _DataSourceGroups:
         if groups:
             self._data_source.add_samples([_to_slime(complete(group.samples)) for group in groups])
 
+    def observe(self, groups: Sequence[PendingGroup]) -> None:
+        """A user's data source learns nothing here."""
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
     def _pending(self, group: Group) -> PendingGroup:
         samples = tuple(_from_unfinished(sample, self._context) for sample in group)
         first = samples[0]

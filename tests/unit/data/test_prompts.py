@@ -8,7 +8,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from arguments.eval_sets import command_line_sets
+from arguments.eval_sets import EvalSet, command_line_sets
 from arguments.schema.data import DataConfig, EvalConfig
 from slime_like.data.prompts import PromptSource, load_eval_sets
 from slime_like.data.sft import answer_problem, sft_samples
@@ -646,3 +646,19 @@ def test_sft_errors(tmp_path, tokenizer):
     endless = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer)
     with pytest.raises(ValueError, match="no end-of-sequence token"):
         sft_samples(prompts, endless)
+
+
+def test_an_evaluation_set_has_its_own_reward_template_and_limit(chat_tokenizer, tmp_path):
+    """Its rows are checked for its reward, not for the run's."""
+    path = write_rows(
+        tmp_path / "a.jsonl",
+        [{"input": "1+1=", "label": "#### 2"}, {"input": "1" * 50, "label": "#### 3"}],
+    )
+    own = EvalSet("a", path, rm_type="gsm8k", apply_chat_template=True, max_prompt_len=40)
+    sets, notes = load_eval_sets(
+        [own, EvalSet("b", path)], DataConfig(label_key="label"), chat_tokenizer, answer_check=answer_check("exact_match", None)
+    )  # fmt: skip
+    assert [prompt.text for prompt in sets["a"]] == ["<user>1+1=</user><assistant>"]
+    assert sets["a"][0].metadata == {"rm_type": "gsm8k"}
+    assert [prompt.text for prompt in sets["b"]] == ["1+1=", "1" * 50]
+    assert len(notes) == 1 and "dropped 1 of 2" in notes[0]

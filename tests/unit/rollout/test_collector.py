@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -15,7 +15,7 @@ import torch
 
 from arguments.parse import parse_args
 from slime_like.data.group_buffer import GroupBuffer, PendingGroup
-from slime_like.data.prompts import PromptSource
+from slime_like.data.prompts import PromptStream
 from slime_like.engines.base import GenerateOutput, SamplingParams
 from slime_like.errors import RunError
 from slime_like.rollout.collector import Collector
@@ -30,7 +30,7 @@ from tests.unit.command_lines import complete
 NONZERO = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
 
 
-class Prompts:
+class Prompts(PromptStream):
     """A source without end."""
 
     def __init__(self) -> None:
@@ -42,6 +42,15 @@ class Prompts:
             Prompt(i, f"prompt {i}", (1, 2), label=str(i), metadata={"at": (i, math.nan)})
             for i in range(self.next_id - n, self.next_id)
         ]
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, object]:
+        return {"next": self.next_id}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.next_id = state["next"]
 
 
 class Script:
@@ -90,7 +99,7 @@ def collector(folder: Path, script: Script, *flags: str) -> Collector:
         ),
         1,
     )
-    buffer = GroupBuffer(cast(PromptSource, Prompts()), 2)
+    buffer = GroupBuffer(Prompts(), 2)
     sampling = training_sampling(config.rollout)
     return Collector(
         config.scheduling,

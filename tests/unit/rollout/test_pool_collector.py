@@ -11,7 +11,6 @@ import pytest
 
 from arguments.parse import parse_args
 from slime_like.data.group_buffer import GroupBuffer
-from slime_like.data.prompts import PromptSource
 from slime_like.errors import RunError
 from slime_like.rollout.collector import Collected
 from slime_like.rollout.group_rows import waiting_from_rows, waiting_to_rows
@@ -28,11 +27,6 @@ SIZES = ("--rollout-batch-size", "2", "--n-samples-per-prompt", "2", "--num-roll
 POOL = ("--async-rollout", "--fully-async", "--rollout-slice-len", "2")
 
 
-class PositionedPrompts(Prompts):
-    def state_dict(self) -> dict[str, int]:
-        return {"next": self.next_id}
-
-
 def pool(folder: Path, script: Script, *flags: str) -> PoolCollector:
     """Rollouts of 2 groups of 2 samples: group g has the samples 2g and 2g + 1."""
     config = parse_args(complete_flags(folder, *SIZES, *POOL, *flags, without=SIZES[::2]), 1)
@@ -42,7 +36,7 @@ def pool(folder: Path, script: Script, *flags: str) -> PoolCollector:
         config.scheduling,
         config.rollout,
         cast(Rollouter, script),
-        GroupBuffer(cast(PromptSource, PositionedPrompts()), 2),
+        GroupBuffer(Prompts(), 2),
         training_sampling(config.rollout),
         group_filters(config),
         max_failed=config.guards.max_failed_samples,

@@ -15,7 +15,6 @@ import pytest
 
 from arguments.parse import parse_args
 from slime_like.data.group_buffer import GroupBuffer
-from slime_like.data.prompts import PromptSource
 from slime_like.engines.base import GenerateOutput, GenerateRequest, SamplingParams
 from slime_like.errors import RunError
 from slime_like.rollout.collector import Collected
@@ -28,8 +27,8 @@ from slime_like.samples.episodes import complete
 from slime_like.trainer.sampling_factory import pool_settings
 from slime_like.types import Sample
 from tests.unit.command_lines import complete as complete_flags
-from tests.unit.rollout.test_collector import Letters
-from tests.unit.rollout.test_pool_collector import PositionedPrompts, ids
+from tests.unit.rollout.test_collector import Letters, Prompts
+from tests.unit.rollout.test_pool_collector import ids
 from tests.unit.rollout.test_streaming import Grades
 
 LENGTH = 6
@@ -92,9 +91,9 @@ class World:
         words += ("--async-rollout", "--fully-async")
         named = [word for word in words if word.startswith("--") and not word.endswith("async")]
         config = parse_args(complete_flags(folder, *words, *flags, without=tuple(named)), 1)
-        self.source = PositionedPrompts()
+        self.source = Prompts()
         self.engine = engine
-        self.buffer = GroupBuffer(cast(PromptSource, self.source), 2)
+        self.buffer = GroupBuffer(self.source, 2)
         rollouter = Rollouter(
             cast(Any, engine), cast(Any, Grades()), Letters(), seed=3, custom_generate=custom
         )

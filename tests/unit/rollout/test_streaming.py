@@ -14,7 +14,6 @@ import pytest
 
 from arguments.parse import parse_args
 from slime_like.data.group_buffer import GroupBuffer
-from slime_like.data.prompts import PromptSource
 from slime_like.engines.base import GenerateOutput, GenerateRequest, SamplingParams
 from slime_like.rollout.collector import Collected, Collector, decide_locally
 from slime_like.rollout.hooks import group_filters
@@ -77,7 +76,7 @@ class World:
         words = ("--rollout-batch-size", "2", "--n-samples-per-prompt", "2")
         words += ("--rollout-max-response-len", str(LENGTH))
         config = parse_args(complete(folder, *words, *flags, without=words[::2]), 1)
-        self.buffer = GroupBuffer(cast(PromptSource, Prompts()), 2)
+        self.buffer = GroupBuffer(Prompts(), 2)
         sampling = training_sampling(config.rollout)
         rollouter = Rollouter(cast(Any, engine), cast(Any, Grades()), Letters(), seed=3)
         self.responder = Responder(rollouter, engine, sampling)

@@ -343,6 +343,7 @@ TESTED_ELSEWHERE = {
     "check_local_layers": "test_machines.py",
     "check_loss_scale": "test_untested.py",
     "check_model_base": "test_model_base.py",
+    "check_prompt_mix": "test_prompt_mix.py",
     "check_muon_package": "rules/test_muon.py",
     "check_muon_split_qkv": "rules/test_muon.py",
     "check_pair_loss": "rules/test_pairs.py",
