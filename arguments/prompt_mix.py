@@ -4,7 +4,7 @@
     sources:
       - {name: easy, path: easy.jsonl, weight: {0: 3, 200: 1}, max_epochs: 2}
       - {name: hard, path: hard.parquet, after: {easy: 0.7}, pass_rate: [0.05, 0.95]}
-      - {name: chat, path: chat.jsonl, custom_rm_path: my/reward.py:score, eval_path: chat_test.jsonl}
+      - {name: chat, path: chat.jsonl, custom_rm_path: my/reward.py:score, eval_path: test.jsonl}
 
 Settings that a source omits are taken from `defaults`, then from the flags. `data/prompt_mix.py`
 draws from them.
