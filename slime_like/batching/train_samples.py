@@ -10,7 +10,7 @@ from torch import Tensor
 
 from slime_like.batching.off_policy_step import has_rollout_log_probs
 from slime_like.batching.step_plan import DataParallelAssignment, StepPlan
-from slime_like.images.processor import ImageProcessor
+from slime_like.images.processor import ImageProcessor, LateImages
 from slime_like.images.rows import ImageRows, image_rows
 from slime_like.losses.reductions import reduction_weights
 from slime_like.samples.episodes import Episodes, complete, episodes_of
@@ -146,7 +146,7 @@ def images_of(sample: Sample, processor: ImageProcessor | None) -> ImageRows | N
         generated = torch.tensor(sample.weight_versions) != NOT_SAMPLED
     sampled[sample.prompt_length :] = generated
     try:
-        inputs = processor.inputs(sample.images)
+        inputs = LateImages(processor, sample.images)
         return image_rows(sample.tokens, inputs, processor.rule, sampled)
     except ValueError as error:
         raise ValueError(f"sample {sample.sample_id}: {error}") from error

@@ -38,6 +38,21 @@ _SERVED_BYTES = 2**28  # of files for engines
 _REMEDY = "copy the model's files into it"
 
 
+class LateImages:
+    """An `ImageSource` of files: pixels that were dropped in between are made again."""
+
+    def __init__(self, processor: ImageProcessor, images: Sequence[EncodedImage]) -> None:
+        """Raises ImageProblem."""
+        self.key = tuple(image.digest for image in images)
+        self.grids = processor.inputs(images).grids
+        self.num_images = len(images)
+        self._processor = processor
+        self._images = images
+
+    def load(self) -> ImageInputs:
+        return self._processor.inputs(self._images)
+
+
 class ImageProcessor:
     """The image processor of a Hugging Face folder.
 

@@ -9,10 +9,10 @@ text after it continues at the largest position so far plus one.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
-from slime_like.images.inputs import ImageInputs, concatenate
+from slime_like.images.inputs import ImageSource, JoinedImages
 from slime_like.lazy import Tensor, torch
 
 AXES = 3  # time, height, width
@@ -22,7 +22,7 @@ AXES = 3  # time, height, width
 class ImageRows:
     """Images of a sequence, or of the packed rows of a micro-batch."""
 
-    inputs: ImageInputs
+    inputs: ImageSource
     rows: Tensor  # [F] int64, ascending: the rows that take a feature instead of an embedding
     features: Tensor  # [F] int64: the feature that each of them takes
     # [3, T] int64: positions of all rows on the axes, also under context parallelism; None: the
@@ -55,7 +55,7 @@ class PlaceholderRule:
 
 
 def image_rows(
-    tokens: Tensor, inputs: ImageInputs, rule: PlaceholderRule, sampled: Tensor | None = None
+    tokens: Tensor, inputs: ImageSource, rule: PlaceholderRule, sampled: Tensor | None = None
 ) -> ImageRows:
     """The images of one sequence.
 
@@ -122,7 +122,7 @@ def _text(length: int, start: int) -> Tensor:
     return torch.arange(start, start + length).expand(AXES, length)
 
 
-def feature_counts(inputs: ImageInputs, rule: PlaceholderRule) -> list[int]:
+def feature_counts(inputs: ImageSource, rule: PlaceholderRule) -> list[int]:
     """The number of features of each image."""
     if rule.merge_size is None:
         assert rule.features is not None
@@ -136,8 +136,8 @@ def packed_images(
 ) -> ImageRows | None:
     """The images of packed rows; None if no sequence has any.
 
-    Sequences that share an `ImageInputs` object, as the samples of one prompt do, share its
-    features, so that the tower sees these images once.
+    Sequences with the same images, as the samples of one prompt have them, share their features, so
+    that the tower sees these images once.
 
     Args:
         starts: First row of each sequence.
@@ -146,13 +146,13 @@ def packed_images(
     present = [(start, images) for start, images in zip(starts, sequences) if images is not None]
     if not present:
         return None
-    distinct: list[ImageInputs] = []
-    first_feature: dict[int, int] = {}  # of each distinct input, by its id
+    distinct: list[ImageSource] = []
+    first_feature: dict[Hashable, int] = {}  # of each distinct input, by its key
     total = 0
     for _, images in present:
-        if id(images.inputs) not in first_feature:
+        if images.inputs.key not in first_feature:
             distinct.append(images.inputs)
-            first_feature[id(images.inputs)] = total
+            first_feature[images.inputs.key] = total
             total += images.rows.numel()
     by_axis = None
     if present[0][1].positions is not None:
@@ -168,9 +168,9 @@ def packed_images(
             rows = slice(start, start + images.last_visible.numel())
             last_visible[rows] = images.last_visible + start
     return ImageRows(
-        concatenate(distinct),
+        JoinedImages(distinct),
         torch.cat([images.rows + start for start, images in present]),
-        torch.cat([images.features + first_feature[id(images.inputs)] for _, images in present]),
+        torch.cat([images.features + first_feature[images.inputs.key] for _, images in present]),
         by_axis,
         last_visible,
     )

@@ -147,7 +147,7 @@ def their_logits(model: Any, sample: TrainSample) -> Tensor:
     more = {"image_grid_thw": inputs.grids, "mm_token_type_ids": kinds}
     if inputs.grids is None:
         more = {"token_type_ids": kinds}
-    return model(tokens, pixel_values=inputs.pixels, **more).logits[0]
+    return model(tokens, pixel_values=inputs.load().pixels, **more).logits[0]
 
 
 TRAINED = " --train-vision-tower"  # at the end of a cell's flags

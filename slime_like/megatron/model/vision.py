@@ -119,7 +119,7 @@ def with_features(embedded: Tensor, tower: ImageTower, seen: ImagePass | None) -
     if seen is None:
         return _Touch.apply(embedded, *tower.parameters()) if trains else embedded
     images = seen.images
-    features, deepstack = tower(images.inputs)
+    features, deepstack = tower(images.inputs.load().to(embedded.device))
     own = [part.index_select(0, images.features) for part in (features, *deepstack)]
     own = [part.to(embedded.dtype) for part in own]
     if trains and deepstack:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slime_like.images.inputs import ImageInputs
+from slime_like.images.inputs import ImageInputs, ImageSource
 from slime_like.images.rows import ImageRows, PlaceholderRule, feature_counts, image_rows
 from slime_like.megatron.ops.context_parallel import rows_of_rank
 from slime_like.megatron.packing import pack, pack_all
@@ -105,9 +105,9 @@ def marked(tokens: Tensor, images: ImageRows, table: Tensor) -> Tensor:
     return out
 
 
-def features(inputs: ImageInputs) -> Tensor:
+def features(inputs: ImageSource) -> Tensor:
     """One row per feature: the mean of its four patches."""
-    return inputs.pixels.unflatten(0, (-1, 4)).mean(1)
+    return inputs.load().pixels.unflatten(0, (-1, 4)).mean(1)
 
 
 def test_packed_rows_take_the_features_and_positions_of_their_sequences() -> None:

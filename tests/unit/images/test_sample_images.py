@@ -1,6 +1,7 @@
 """Images of samples: between ranks, in recordings and checkpoints, and as inputs of the model."""
 
 import dataclasses
+import gc
 import json
 from typing import Any
 
@@ -14,6 +15,8 @@ from slime_like.data.pairs import pair_samples
 from slime_like.data.prompts import PromptSource
 from slime_like.data.sft import sft_samples
 from slime_like.images.encoded import EncodedImage
+from slime_like.images.inputs import ImageInputs
+from slime_like.megatron.packing import pack_all
 from slime_like.rollout.group_rows import (
     groups_from_rows,
     groups_to_rows,
@@ -30,7 +33,7 @@ from slime_like.samples.payload import (
     unpack_payload,
     with_texts,
 )
-from slime_like.types import NOT_SAMPLED, Prompt, Sample
+from slime_like.types import NOT_SAMPLED, Prompt, Sample, TrainSample
 from tests.unit.data.test_row_images import source_of_rows
 from tests.vision import picture, tiny_processor
 
@@ -161,6 +164,28 @@ def test_memory_of_pixels_is_bounded(parts):
             assert len(processor._cached) <= 3
     finally:
         processor._cache_bytes = limit
+
+
+def test_a_step_holds_no_pixels_but_those_of_the_cache(parts, monkeypatch):
+    """Its micro-batches are packed at once; the tower makes the pixels of its own."""
+    processor = parts[1]
+    place = processor.rule.image_token
+    processor._cached.clear()
+    files = [EncodedImage(picture(seed)) for seed in range(20, 30)]
+    one = processor.inputs(files[:1]).pixels.nbytes
+    monkeypatch.setattr(processor, "_cache_bytes", 2 * one)
+    groups = []
+    for number, image in enumerate(files):
+        sample = sample_of([1, *[place] * 6, 9, 8, 7], sample_id=number, images=(image,))
+        plan = dict(loss_weights=torch.ones(3), response_length=3, loss_mask=torch.ones(3).bool())
+        made = TrainSample(tokens=sample.tokens, images=images_of(sample, processor), **plan)
+        groups.append([made, made])
+    batches = pack_all(groups, multiple=1, equal_lengths=False)
+    gc.collect()
+    assert sum(isinstance(each, ImageInputs) for each in gc.get_objects()) == 2
+    for batch, image in zip(batches, files, strict=True):
+        assert batch.images.inputs.num_images == 1  # of two samples
+        assert torch.equal(batch.images.inputs.load().pixels, processor.inputs([image]).pixels)
 
 
 def conversation(*messages):
