@@ -144,7 +144,7 @@ class _Router:
 
         def task_json(task: Task, request: Request) -> dict[str, object]:
             url = str(request.base_url).rstrip("/")
-            fields = ("prompt", "label", "metadata", "evaluation", "seed", "api_key")
+            fields = ("prompt", "messages", "label", "metadata", "evaluation", "seed", "api_key")
             values = {name: getattr(task, name) for name in fields}
             limits = {"heartbeat_s": tasks.heartbeat_s, "timeout_s": tasks.timeout_s}
             return {**values, **limits, "url": url, "base_url": f"{url}/v1"}

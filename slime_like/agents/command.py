@@ -97,7 +97,7 @@ async def run_command(
         tempfile.TemporaryFile() as output,  # not a pipe, which a detached process might keep open
     ):
         folder = Path(path)
-        names = ("sample_id", "prompt", "label", "metadata", "evaluation", "seed")
+        names = ("sample_id", "prompt", "messages", "label", "metadata", "evaluation", "seed")
         row = {name: getattr(task, name) for name in names}
         (folder / TASK).write_text(json.dumps(row, default=str))
         everyone = _all_episodes() if apart and not_apart() is None else ""

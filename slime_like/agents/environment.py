@@ -52,6 +52,8 @@ async def _episode(
         "prompt": task.prompt,
         "label": task.label,
         "metadata": task.metadata,
+        "messages": task.messages,
+        "images": task.images,
         "evaluation": task.evaluation,
     }
     observation = await thread.call(environment.reset, seed=task.seed, row=row)

@@ -54,12 +54,15 @@ def sample_of(
     numbers["answer_rewards"] = sum(turn.reward for turn in session.tree.turns)
     numbers["lost"] = float(reason is not None)
     sample = replace(sample, metadata={**task.metadata, NUMBERS: numbers})
+    # nothing is trained on: the images are the row's, and not always those of the tokens (see
+    # `live_episodes.reset_episode`)
+    lost = replace(sample, images=(), status=SampleStatus.ABORTED)
     if session.aborted:
-        return replace(sample, status=SampleStatus.ABORTED)
+        return lost
     if reason is None and not branches:
         reason = "the agent asked for no answer"
     if reason is not None:
-        return mark_aborted(sample, reason)
+        return mark_aborted(lost, reason)
     main = session.tree.turns[0]
     while follows := [turn for turn in session.tree.turns if turn.parent is main]:
         main = follows[0]

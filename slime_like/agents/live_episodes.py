@@ -200,7 +200,8 @@ class LiveEpisodes:
 
 def partial_sample(sample: Sample, session: Session | None, engine: PausableEngine) -> Sample:
     """The preliminary sample of a paused episode, with the tokens of completed and partial turns;
-    used for statistics only, because the final sample is built separately."""
+    used for statistics only, because the final sample is built separately. It keeps the images of
+    its row, from which an episode of a resumed run starts."""
     sequences = (
         [] if session is None else [sequence(sample, b, session) for b in session.tree.branches()]
     )
@@ -219,11 +220,12 @@ def partial_sample(sample: Sample, session: Session | None, engine: PausableEngi
     if not sequences:
         return sample
     first, *others = sequences
-    return replace(first, branches=tuple(others))
+    return replace(first, images=sample.images, branches=tuple(others))
 
 
 def reset_episode(sample: Sample) -> Sample:
-    """Reset an unfinished episode to before its first token, because its agent no longer exists."""
+    """Reset an unfinished episode to before its first token, because its agent no longer exists.
+    Its prompt is the agent's first one, which may have other images than the row's, its own."""
     return replace(
         sample,
         tokens=sample.tokens[: sample.prompt_length],

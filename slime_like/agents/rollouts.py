@@ -27,6 +27,7 @@ from slime_like.agents.task import Task, cancel_and_wait, seed_of
 from slime_like.agents.tasks import WorkerLost
 from slime_like.agents.templates import ChatTemplate
 from slime_like.batching.turn_credit import TURNS
+from slime_like.data.agent_prompts import question_of, row_messages
 from slime_like.rollout.episode import CustomGenerate, LoopRunner, Model, mark_aborted
 from slime_like.text import both_ends
 from slime_like.types import Sample
@@ -215,6 +216,7 @@ class AgentGenerate(CustomGenerate):
             processor=model.processor,
         )
         tool_format = self._tool_format or default_format(model.tokenizer)
+        messages = row_messages(sample)
         for lost_workers in range(self._attempts):
             session = Session(
                 sample.sample_id, model, template, tool_format=tool_format, limits=self._limits
@@ -223,13 +225,14 @@ class AgentGenerate(CustomGenerate):
             key = secrets.token_urlsafe(24)
             task = Task(
                 sample.sample_id,
-                sample.text,
+                question_of(messages[-1]),
                 sample.label,
                 dict(sample.metadata),
                 evaluation,
                 url="",
                 api_key=key,
                 seed=seed,
+                messages=messages,
                 session=session,
             )
             session.counts.update({"workers_lost": lost_workers, **(counts or {})})

@@ -13,6 +13,7 @@ from typing import Any
 from slime_like.agents.messages import BadRequest
 from slime_like.agents.openai_api import chat_json, parse_chat_request
 from slime_like.agents.sessions import Session
+from slime_like.images.files import image_bytes
 from slime_like.types import Sample
 
 CANCEL_S = 5.0  # seconds for a cancelled agent, or a client, to end
@@ -25,7 +26,7 @@ class Task:
     """One episode, for an agent."""
 
     sample_id: int
-    prompt: str  # the row's, without chat template
+    prompt: str  # the row's, without chat template; of a list of messages the last one's text
     label: Any
     metadata: dict[str, Any]  # the row's; additions are visible to the reward function
     evaluation: bool  # nothing is trained on
@@ -33,6 +34,8 @@ class Task:
     api_key: str
     seed: int = 0  # equal for all samples of a prompt
     model: str = "policy"
+    # the row's, in OpenAI's format, with images as data URLs
+    messages: list[dict[str, Any]] = field(default_factory=list)
     session: Session | None = field(default=None, repr=False)
     _clients: list[Any] = field(default_factory=list, repr=False)
 
@@ -40,6 +43,14 @@ class Task:
     def base_url(self) -> str:
         """For OpenAI's SDKs."""
         return f"{self.url}/v1"
+
+    @property
+    def images(self) -> list[bytes]:
+        """The files of the row's images, in order."""
+        parts = [
+            part for m in self.messages if isinstance(m["content"], list) for part in m["content"]
+        ]
+        return [image_bytes(p["image_url"]["url"]) for p in parts if p["type"] == "image_url"]
 
     async def chat(
         self, messages: Sequence[Mapping[str, object]], **parameters: object

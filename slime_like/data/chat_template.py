@@ -134,7 +134,7 @@ class ChatRenderer:
             options.pop("continue_final_message", None)
         needs_parts = self._needs_parts()
         messages = [
-            _with_parts(message)
+            with_parts(message)
             if needs_parts or (self._images and IMAGE_MARK in message["content"])
             else message
             for message in messages
@@ -152,7 +152,7 @@ class ChatRenderer:
         """Whether the template reads contents as lists of parts alone, and would lose texts."""
         if self._takes_parts is None:
             message = {"role": "user", "content": _MARK}
-            as_text, as_parts = (self._probe(each) for each in (message, _with_parts(message)))
+            as_text, as_parts = (self._probe(each) for each in (message, with_parts(message)))
             self._takes_parts = _MARK not in as_text and _MARK in as_parts
         return self._takes_parts
 
@@ -168,7 +168,7 @@ def _compare_to_marker(match: re.Match[str]) -> str:
     return f"{match[1]} {'!=' if match[2] else '=='} '{_NO_CONTENT}'"
 
 
-def _with_parts(message: Message) -> dict[str, Any]:
+def with_parts(message: Message) -> dict[str, Any]:
     """The message with its content as a list of parts."""
     texts = message["content"].split(IMAGE_MARK)
     parts: list[dict[str, str]] = []

@@ -17,6 +17,7 @@ import numpy as np
 from arguments.eval_sets import EvalSet
 from arguments.prompt_mix import with_overrides
 from arguments.schema.data import DataConfig
+from slime_like.data.agent_prompts import AgentPromptFormat
 from slime_like.data.conversation import ConversationFormat
 from slime_like.data.pairs import PairFormat
 from slime_like.data.prompt_format import ANY_LENGTH, PromptFormat, Room, RowKeys
@@ -166,6 +167,7 @@ class PromptSource(PromptStream):
         teaches_itself: Self-distillation.
         trains_labels: Supervised training on the labels.
         raw_messages: See `PromptFormat`.
+        for_agents: Rows are for agents.
         image_processor: The model's, with --multimodal-keys.
 
     Raises:
@@ -184,6 +186,7 @@ class PromptSource(PromptStream):
         teaches_itself: bool = False,
         trains_labels: bool = False,
         raw_messages: bool = False,
+        for_agents: bool = False,
         image_processor: ImageProcessor | None = None,
         metadata: Mapping[str, object] | None = None,
         order: tuple[int, ...] = (),
@@ -198,7 +201,7 @@ class PromptSource(PromptStream):
         elif conversations:
             self._form = ConversationFormat(config, tokenizer, keys=keys, images=images)
         else:
-            self._form = PromptFormat(
+            self._form = form_of_prompts(for_agents)(
                 config,
                 tokenizer,
                 keys=keys,
@@ -206,7 +209,7 @@ class PromptSource(PromptStream):
                 metadata=metadata,
                 teaches_itself=teaches_itself,
                 trains_labels=trains_labels,
-                raw_messages=raw_messages,
+                raw_messages=raw_messages or for_agents,
                 images=images,
             )
         self._source = open_source(
@@ -321,6 +324,11 @@ def with_images(prompt: Prompt, images: tuple[EncodedImage, ...]) -> Prompt:
     return replace(prompt, images=images, rejected=rejected)
 
 
+def form_of_prompts(for_agents: bool) -> type[PromptFormat]:
+    """How rows become prompts, where they are not for supervised training."""
+    return AgentPromptFormat if for_agents else PromptFormat
+
+
 def row_images(processor: ImageProcessor | None, data: DataConfig, spec: str) -> RowImages | None:
     """Takes the images out of the rows of a data source; None without --multimodal-keys."""
     if processor is None or data.multimodal_keys is None or spec.startswith(TASK_PREFIX):
@@ -337,6 +345,7 @@ def load_eval_sets(
     answer_check: AnswerCheck | None = None,
     room_of: Callable[[EvalSet], Room] = lambda eval_set: ANY_LENGTH,
     raw_messages: bool = False,
+    for_agents: bool = False,
     image_processor: ImageProcessor | None = None,
 ) -> tuple[dict[str, list[Prompt]], list[str]]:
     """Evaluation prompts by set name, complete and in file order; and notes for the user, like
@@ -350,7 +359,7 @@ def load_eval_sets(
             accepts every row.
         room_of: Limits for prompt lengths.
         raw_messages: See `PromptFormat`.
-        image_processor: See `PromptSource`.
+        for_agents, image_processor: See `PromptSource`.
     """
     sets: dict[str, list[Prompt]] = {}
     notes: list[str] = []
@@ -368,13 +377,13 @@ def load_eval_sets(
             check = None
         elif eval_set.rm_type is not None:
             check = reward_check(eval_set.rm_type, None)
-        form = PromptFormat(
+        form = form_of_prompts(for_agents)(
             with_overrides(data, eval_set),
             tokenizer,
             keys=keys,
             answer_check=check,
             metadata=eval_set.metadata,
-            raw_messages=raw_messages,
+            raw_messages=raw_messages or for_agents,
             images=row_images(image_processor, data, eval_set.path),
         )
         source = open_source(

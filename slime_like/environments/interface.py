@@ -23,8 +23,9 @@ class TextEnvironment(Protocol):
 
         Args:
             seed: Equal for all samples of a prompt, from 0 to 2**31 - 1.
-            row: ``prompt``, ``label``, ``metadata`` and ``evaluation``. Additions to its metadata
-                are visible to the reward function.
+            row: ``prompt``, ``label``, ``metadata``, ``evaluation``, ``messages`` (the row's, as
+                OpenAI's clients send them) and ``images`` (the bytes of their files). Additions to
+                its metadata are visible to the reward function.
         """
         ...
 

@@ -54,6 +54,7 @@ def load_prompts(
         answer_check=check,
         room_of=room,
         raw_messages=config.scheduling.renders_prompts,
+        for_agents=config.agents.given,
         image_processor=image_processor,
     )
 
@@ -138,5 +139,6 @@ def _format_options(config: RunConfig, image_processor: ImageProcessor | None) -
         teaches_itself=config.distillation.teaches_itself,
         trains_labels=config.algorithm.loss_type == "sft_loss" and not is_recorded,
         raw_messages=config.scheduling.renders_prompts,
+        for_agents=config.agents.given,
         image_processor=image_processor,
     )

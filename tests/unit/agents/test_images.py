@@ -4,6 +4,7 @@ import pytest
 
 from slime_like.agents.anthropic_api import parse_messages_request
 from slime_like.agents.messages import BadRequest, canonical, for_record, history_keys, images_of
+from slime_like.agents.responses_api import parse_responses_request
 from slime_like.agents.templates import ChatTemplate
 from slime_like.engines.base import SamplingParams
 from slime_like.images.encoded import EncodedImage
@@ -78,6 +79,23 @@ def test_blocks_of_anthropics_messages_are_the_same_images(parts, kind):
     assert tool["role"] == "tool" and images_of([tool]) == (BLUE,)
     tokens = template_of(parts).prompt(list(asking.messages[:1]), None)
     assert tokens == template_of(parts).prompt([asked(RED)], None)
+
+
+def test_items_of_responses_are_the_same_images():
+    """In a message and in the result of a function."""
+    place = {"type": "input_image", "image_url": RED.data_url}
+    seen = {"type": "input_image", "image_url": BLUE.data_url, "detail": "low"}
+    call = {"type": "function_call", "call_id": "a", "name": "look", "arguments": "{}"}
+    body = {
+        "input": [
+            {"role": "user", "content": [place, {"type": "input_text", "text": "?"}]},
+            call,
+            {"type": "function_call_output", "call_id": "a", "output": [seen]},
+        ]
+    }
+    first, _, tool = parse_responses_request(body, SamplingParams()).messages
+    assert first == asked(RED)
+    assert tool["role"] == "tool" and images_of([tool]) == (BLUE,)
 
 
 SOURCES = {

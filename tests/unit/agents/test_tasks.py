@@ -67,6 +67,7 @@ async def ask(client: httpx.AsyncClient, text: str = "hello") -> None:
 
 async def good(client: httpx.AsyncClient, claimed: dict[str, Any]) -> None:
     assert (claimed["prompt"], claimed["label"], claimed["metadata"]) == ("question", "l", {"x": 1})
+    assert claimed["messages"] == [{"role": "user", "content": "question"}]
     assert claimed["base_url"] == f"{client.base_url}/v1".replace("//v1", "/v1")
     await ask(client)
     for _ in range(3):  # together longer than a worker may be silent

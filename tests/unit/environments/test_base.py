@@ -35,6 +35,8 @@ class Counter:
     def reset(self, *, seed: int, row: Mapping[str, Any]) -> str:
         self.threads.add(threading.get_ident())
         row["metadata"]["seed_seen"] = seed
+        assert row["messages"] == [{"role": "user", "content": row["prompt"]}]
+        assert row["images"] == []  # see unit/data/test_agent_prompts.py
         return f"{row['prompt']} {seed}"
 
     def step(self, action: str) -> Step:
