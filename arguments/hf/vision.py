@@ -16,6 +16,7 @@ from slime_like.weights.families import model_families
 # transformers' defaults
 MERGE_SIZE = 2
 FEATURES = 256
+REMEDY = "use one of the models in docs/en/images.md, or remove --multimodal-keys to train on text"
 
 
 def read_vision(
@@ -34,7 +35,8 @@ def read_vision(
     where = f"{flag} {folder}"
     family = model_families.get(hf.architecture).vision
     if isinstance(family, str) or family is None:
-        raise _refusal(where, f"{hf.architecture} {family or 'has no vision tower'}")
+        reason = family or "has no vision tower"
+        raise _refusal(where, f"{hf.architecture} {reason}; {REMEDY}")
     config: dict[str, Any] = read_json(Path(folder) / "config.json")
     tower = config.get("vision_config") or {}
     text = {**config, **(config.get("text_config") or {})}

@@ -6,6 +6,7 @@ from arguments.megatron_configs import resolve_transformer_impl
 from arguments.rules.base import Rule, Settings, problem
 from arguments.rules.pipeline import first_layers, virtual_stages_of
 from slime_like.config import Problem
+from slime_like.engines.registry import engine_traits
 
 
 def check_deepstack_layers(s: Settings) -> list[Problem]:
@@ -46,8 +47,25 @@ def check_image_attention(s: Settings) -> list[Problem]:
     return problem("multimodal_keys", None, message)
 
 
+def check_served_images(s: Settings) -> list[Problem]:
+    """SGLang has the mask of images in one of its kernels for attention, without its cache of
+    prefixes and with whole prompts in one step; and it reads such a prompt from its text."""
+    engine = s.rollout.rollout_engine
+    samples = s.generates or s.evaluates
+    if s.gpt.vision is None or not s.gpt.vision.rule.both_directions or not samples:
+        return []
+    if not engine_traits(engine).has_servers:
+        return []
+    message = (
+        "images of this model need attention in both directions, which servers are not asked for; "
+        "use --rollout-engine local"
+    )
+    return problem("multimodal_keys", None, message)
+
+
 IMAGE_RULES: tuple[Rule, ...] = (
     check_deepstack_layers,
     check_rope_kernel,
     check_image_attention,
+    check_served_images,
 )

@@ -185,6 +185,36 @@ def test_a_checkpoint_in_another_layout_and_as_a_model(
     assert far(again, full) < 1e-6
 
 
+def test_a_checkpoint_that_is_of_text_alone_and_one_that_is_not(
+    server: TrainServer, work: Workspace, seeing: dict[str, Any], tmp_path: Path
+) -> None:
+    """Neither is loaded in the other kind of run: each says what to do, which works."""
+    without = {"multimodal_keys": None, "prompt_data": work.prompts}
+    for name, more in (("text", without), ("images", {})):
+        run(server, work, tmp_path / name, **{**seeing, **more}, num_rollout=1, save=tmp_path / f"ck_{name}")  # fmt: skip
+    ends = {
+        "text": ({}, "has no vision tower, which a run with --multimodal-keys loads: write"),
+        "images": (without, "has a vision tower, which a run of text would lose: add"),
+    }
+    for name, (more, words) in ends.items():
+        for flag in ("load", "ref_load"):
+            flags = {**seeing, **more, flag: tmp_path / f"ck_{name}", "num_rollout": 2}
+            if flag == "ref_load":
+                flags["use_kl_loss"] = ""
+            ended = server.train(work.flags(tmp_path / "out", **flags), tmp_path / "log")
+            assert words in ended.error(), (name, flag)
+        words_of_hf = [
+            "--load",
+            tmp_path / f"ck_{name}",
+            "--hf-checkpoint",
+            seeing["hf_checkpoint"],
+        ]
+        argv = [*words_of_hf, "--output", tmp_path / f"hf_{name}", "--no-progress"]
+        server.run("scripts.convert_megatron_to_hf", [*map(str, argv)], tmp_path / "convert").ok()
+        more = {**more, "hf_checkpoint": tmp_path / f"hf_{name}"}
+        run(server, work, tmp_path / "out", **{**seeing, **more}, num_rollout=1)
+
+
 def test_an_adapter_of_a_model_with_a_frozen_tower(
     server: TrainServer, work: Workspace, seeing: dict[str, Any], tmp_path: Path
 ) -> None:

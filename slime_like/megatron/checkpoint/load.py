@@ -52,6 +52,7 @@ from slime_like.megatron.checkpoint.networks import (
     set_step,
     shape_problems,
     sharded_state,
+    tower_problem,
 )
 from slime_like.megatron.checkpoint.rng_state import (
     new_random_states,
@@ -269,7 +270,10 @@ def _load_network(
         adapt_names(state, saved)
         if network.optimizer is not None:
             prefer_main_params(state, saved)
-        if problems := shape_problems(state, saved):
+        problems = shape_problems(state, saved)
+        if problem := tower_problem(network.chunks, problems, saved):
+            raise ValueError(f"checkpoint {folder} {problem}")
+        if problems:
             raise ValueError(f"checkpoint {folder} does not fit this model: {describe(problems)}")
 
     together(adapt_to_checkpoint)

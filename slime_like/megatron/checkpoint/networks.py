@@ -3,7 +3,7 @@ this rank's shards."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from slime_like.megatron.muon import is_muon
 from slime_like.megatron.optimizer import allocate_moments, plain_optimizers
 from slime_like.megatron.parallel_layout import ParallelLayout, with_layout_active
+from slime_like.weights.parameter_map import TOWER
 
 if TYPE_CHECKING:
     from megatron.core.dist_checkpointing.mapping import ShardedStateDict
@@ -221,6 +222,33 @@ def shape_problems(state: dict[str, object], saved: Mapping[str, object]) -> lis
         elif list(entry.size) != shape and not tensor.allow_shape_mismatch:
             problems.append(f"{key} is {list(entry.size)} there and {shape} here")
     return list(dict.fromkeys(problems))
+
+
+def tower_problem(
+    chunks: Iterable[torch.nn.Module], problems: Sequence[str], saved: Mapping[str, object]
+) -> str | None:
+    """What to do about a checkpoint that has no vision tower, or one that this model would drop;
+    None if it has what the model has.
+
+    Args:
+        chunks: Of the model.
+        problems: From `shape_problems`.
+        saved: Storage metadata by name.
+    """
+    if problems and all(TOWER in problem for problem in problems):
+        return (
+            "has no vision tower, which a run with --multimodal-keys loads: write the model with "
+            "slime-like convert megatron-to-hf, which takes the tower of --hf-checkpoint, and "
+            "start from that folder with --hf-checkpoint"
+        )
+    sees = any(getattr(m, "vision_settings", None) for chunk in chunks for m in chunk.modules())
+    if not sees and any(name.startswith(TOWER) for name in saved):
+        return (
+            "has a vision tower, which a run of text would lose: add --multimodal-keys, or write "
+            "the model with slime-like convert megatron-to-hf and start from that folder with "
+            "--hf-checkpoint"
+        )
+    return None
 
 
 def sharded_tensors(state: dict[str, object]) -> Iterator[ShardedTensor]:

@@ -259,7 +259,7 @@ for _family in (
         TOWER_AND_PROJECTOR,
         ("Mistral-Small-3", "Magistral-Small", "Devstral-Small"),
         TOWER,
-        vision="sees images only with breaks between their rows, which are not offered",
+        vision="needs breaks between the rows of an image's placeholders, which are not offered",
     ),
     shell(
         model_families.get("Glm4ForCausalLM"),
@@ -321,7 +321,7 @@ for _family in (
             ("vision_tower.", "mm_projector."),
             ("Kimi-K2.5", "Kimi-K2.6"),
             TOWER,
-            vision="is offered here without images",
+            vision="needs an image processor of transformers for Pillow, of which it has none",
         ),
         same_as="kimi_k25",  # transformers calls the class Kimi_K25ForConditionalGeneration
     ),

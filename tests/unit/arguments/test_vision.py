@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from arguments.hf.vision import read_vision
 from arguments.parse import parse_args
-from slime_like.config import Problem
+from slime_like.config import ConfigError, Problem
 from slime_like.images.rows import PlaceholderRule
 from slime_like.weights.families import model_families
 from slime_like.weights.families.base import ModelFamily
@@ -100,6 +102,10 @@ def test_a_tower_of_whole_images(tmp_path: Path) -> None:
     engine = ["--transformer-impl", "transformer_engine"]
     case = ("check_image_attention", engine, "--multimodal-keys", words)
     assert named([*argv, *case[1]], 1, case[2], case[3])
+    served = ["--rollout-engine", "sglang", "--rollout-num-gpus", "1"]
+    words = "both directions, which servers are not asked for; use --rollout-engine local"
+    case = ("check_served_images", served, "--multimodal-keys", words)
+    assert named([*argv, *case[1]], 1, case[2], case[3])
 
 
 def named(argv: list[str], ranks: int, flag: str, words: str) -> list[Problem]:
@@ -121,7 +127,9 @@ def test_every_family_with_a_tower_says_what_its_images_need(family: ModelFamily
 
 def test_a_model_that_takes_no_images_here_is_refused_by_name(tmp_path: Path) -> None:
     argv = complete(tmp_path, *IMAGES)
-    assert named(argv, 1, "--multimodal-keys", "Qwen2ForCausalLM has no vision tower")
+    remedy = "; use one of the models in docs/en/images.md, or remove --multimodal-keys"
+    message = f"Qwen2ForCausalLM has no vision tower{remedy}"
+    assert named(argv, 1, "--multimodal-keys", message)
     path = tmp_path / "hf" / "config.json"
     text = {**HF_CONFIG, "model_type": "mistral", "head_dim": 16}
     config = {
@@ -129,5 +137,21 @@ def test_a_model_that_takes_no_images_here_is_refused_by_name(tmp_path: Path) ->
         **{"text_config": text, "vision_config": {}},
     }
     path.write_text(json.dumps(config))
-    message = "Mistral3ForConditionalGeneration sees images only with breaks between their rows"
+    message = (
+        "Mistral3ForConditionalGeneration needs breaks between the rows of an image's "
+        f"placeholders, which are not offered{remedy}"
+    )
     assert named(argv, 1, "--multimodal-keys", message)
+
+
+@pytest.mark.parametrize("family", SHELLS, ids=[family.architecture for family in SHELLS])
+def test_every_refusal_names_the_model_what_it_lacks_and_a_remedy(
+    tmp_path: Path, family: ModelFamily
+) -> None:
+    """Its text trains without --multimodal-keys."""
+    if not isinstance(family.vision, str):
+        return
+    hf = types.SimpleNamespace(architecture=family.architecture)
+    with pytest.raises(ConfigError) as refused:
+        read_vision(str(tmp_path), hf)  # type: ignore[arg-type]
+    assert f"{family.architecture} {family.vision}; use one of" in str(refused.value)
