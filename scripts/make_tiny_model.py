@@ -109,7 +109,11 @@ def rope_of_images(family: ModelFamily, settings: dict[str, Any]) -> dict[str, A
     """Rotary embeddings of a head, with their angles spread over time, height and width."""
     rope = {"rope_type": "default", "rope_theta": 10000.0, **settings.get("rope_parameters", {})}
     size = settings.get("head_dim") or settings["hidden_size"] // settings["num_attention_heads"]
-    share = rope.get("partial_rotary_factor", settings.get("partial_rotary_factor", 1.0))
+    share = rope.get("partial_rotary_factor", settings.get("partial_rotary_factor"))
+    if share is None:
+        share = 1.0
+        if family.rotary_percent is not None:  # a quarter would leave height and width no angles
+            share = rope["partial_rotary_factor"] = 0.5
     pairs = int(size * share) // 2
     rope["mrope_section"] = [pairs - 2 * (pairs // 3), pairs // 3, pairs // 3]
     axes = getattr(family.vision, "axes", None)

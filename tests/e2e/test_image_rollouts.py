@@ -5,13 +5,18 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from scripts.make_tiny_model import make_tiny_model
-from slime_like.rollout.recording import load_rollout
+from slime_like.cli.tiny_model import IMAGE, make_tokenizer
+from slime_like.rollout.recording import load_rollout, save_rollout
+from slime_like.samples.episodes import complete
+from slime_like.samples.groups import SampleGroup
 from tests.e2e.helpers import Workspace, rows_of, same_numbers, sampled
 from tests.e2e.programs import TrainServer
 from tests.vision import picture
@@ -75,6 +80,46 @@ def test_two_ranks_sample_and_learn_as_one(
     assert one[-1]["eval/all/mean"] > sum(heights) / 1200  # and a little for every token
     recorded = [sampled(tmp_path / name / "rollout_{rollout_id}", 0) for name in "12"]
     assert recorded[0] == recorded[1]
+
+
+@pytest.mark.parametrize("family", ["Qwen3-VL-30B-A3B", "Qwen3.5-35B-A3B"])
+def test_experts_of_images_are_replayed(
+    server: TrainServer, work: Workspace, seeing: dict[str, Any], tmp_path: Path, family: str
+) -> None:
+    """In prompts of one length and of several, of which an image's rows are most; in the second
+    update on a rollout routers would choose otherwise, and follow the engine. Other experts of the
+    images alone are noticed."""
+    make_tiny_model(family, tmp_path / "model", images=True)
+    more = {
+        **{**seeing, "hf_checkpoint": tmp_path / "model", "use_rollout_routing_replay": ""},
+        **{"moe_router_dtype": "fp32", "expert_model_parallel_size": 2, "lr": 3e-3},
+    }
+    run(server, work, tmp_path / "out", 2, **more)
+    found = rows_of(tmp_path / "out")
+    for row in found:
+        assert row["rollout/moe_routing_disagreement"] == 0
+        assert row["rollout/train_rollout_log_prob_diff_mean"] < COMPUTED_ALIKE
+    assert any(row["train/moe_replay_disagreement"] > 0 for row in found)
+
+    template = str(tmp_path / "out" / "rollout_{rollout_id}")
+    place = make_tokenizer(images=True).convert_tokens_to_ids(IMAGE)
+    others = []
+    for group in load_rollout(template, 0):
+        changed = []
+        for sample in complete(group.samples):
+            experts = sample.routed_experts
+            assert experts is not None
+            of_images = (sample.tokens == place)[:, None, None] & (experts >= 0)
+            other = torch.where(of_images, 3 - experts, experts)
+            changed.append(replace(sample, routed_experts=other))
+        others.append(SampleGroup(group.group_id, tuple(changed)))
+    elsewhere = str(tmp_path / "others_{rollout_id}")
+    save_rollout(elsewhere, 0, others)
+    offline = {"load_debug_rollout_data": elsewhere, "save_debug_rollout_data": None}
+    run(server, work, tmp_path / "again", 2, **{**more, **offline}, num_rollout=1)
+    (row,) = rows_of(tmp_path / "again")
+    assert row["rollout/moe_routing_disagreement"] > 0.2
+    assert row["rollout/train_rollout_log_prob_diff_mean"] > 100 * COMPUTED_ALIKE
 
 
 def test_recorded_rollouts_train_the_same(
@@ -285,6 +330,43 @@ def test_agents_may_ask_about_pictures(
     digests = [i.digest for i in max(samples, key=lambda s: len(s.images)).images]
     (question,) = [m for m in samples[0].metadata["messages"] if m.get("images")][:1]
     assert question["content"] == "<image>0?" and question["images"][0] == digests[0]
+
+
+ASKS = """
+async def play(task):
+    assert task.prompt.count("<image>") == len(task.images)
+    answer = await task.chat(task.messages, max_tokens=4)
+    return float(len(answer["choices"][0]["message"]["content"])) + task.sample_id % 3
+"""
+
+
+@pytest.mark.parametrize("isolated", [False, True], ids=["here", "apart"])
+def test_agents_get_the_pictures_of_their_rows(
+    server: TrainServer, work: Workspace, seeing: dict[str, Any], tmp_path: Path, isolated: bool
+) -> None:
+    """Of texts, and of messages; with a prompt of its row, an agent is an ordinary rollout."""
+    (tmp_path / "agent.py").write_text(ASKS)
+    folder = Path(seeing["hf_checkpoint"]).parent
+    rows = []
+    for number in range(8):
+        text = f"<image>what is number {number}?"
+        asked = text if number % 2 else [{"role": "user", "content": text}]
+        rows.append({"messages": asked, "images": [str(folder / f"{1 + 3 * (number % 2)}_0.png")], "answer": "red"})  # fmt: skip
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = {
+        **{**seeing, "agent_function_path": f"{tmp_path}/agent.py:play", "prompt_data": data},
+        **{"custom_rm_path": None, "apply_chat_template": None, "rm_type": "zero"},
+        **{"rollout_max_response_len": 8, "micro_batch_size": None, "num_rollout": 1},
+        **{"use_dynamic_batch_size": "", "max_tokens_per_gpu": 512},
+        **({"agent_function_isolation": ""} if isolated else {}),
+    }
+    run(server, work, tmp_path / "out", **flags)
+    (row,) = rows_of(tmp_path / "out")
+    assert row["rollout/failed_frac"] == row["agent/lost"] == 0
+    assert row["rollout/train_rollout_log_prob_diff_mean"] < COMPUTED_ALIKE
+    groups = load_rollout(str(tmp_path / "out" / "rollout_{rollout_id}"), 0)
+    assert {len(s.images) for group in groups for s in complete(group.samples)} == {1}
 
 
 GALLERY = """

@@ -3,6 +3,8 @@ trainer computes; updates bring the weights of the tower, too."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -91,25 +93,52 @@ def test_answers_about_pictures_are_the_trainers(seeing: Path, seeing_servers: S
         seen.check(url)
 
 
-@pytest.mark.parametrize("family", ["Qwen2.5-VL"])
-def test_other_towers(family: str, tmp_path: Path) -> None:
-    changes: dict[str, Any] = {}
-    if family == "Qwen2.5-VL":
-        changes["vision_config"] = {
-            **family_of(family).tiny["vision_config"],
-            **PATCH_TOWER,
-            **PATCHES,
-        }
-    make_tiny_model(family, tmp_path / "model", images=True, **changes)
+@contextlib.contextmanager
+def one_server(model: Path, log: Path, **more: Any) -> Iterator[str]:
+    """The address of one that runs. more: of `server_launch`."""
     (port,) = free_ports(1)
-    url = f"http://127.0.0.1:{port}"
-    launch = server_launch(tmp_path / "model", port, tmp_path / "server.log", weight_version="1")
-    process = ServerProcess(launch)
+    process = ServerProcess(server_launch(model, port, log, **more))
     try:
-        wait_for(f"{url}/health", process)
-        Seen(tmp_path / "model").check(url)
+        wait_for(f"http://127.0.0.1:{port}/health", process)
+        yield f"127.0.0.1:{port}"
     finally:
         process.end()
+
+
+def test_another_tower(tmp_path: Path) -> None:
+    tower = {**family_of("Qwen2.5-VL").tiny["vision_config"], **PATCH_TOWER, **PATCHES}
+    make_tiny_model("Qwen2.5-VL", tmp_path / "model", images=True, vision_config=tower)
+    with one_server(tmp_path / "model", tmp_path / "server.log", weight_version="1") as address:
+        Seen(tmp_path / "model").check(f"http://{address}")
+
+
+def test_routes_of_prompts_with_pictures_come_back(
+    seeing: Path, programs: TrainServer, tmp_path: Path
+) -> None:
+    """A mixture of experts: of the features of images, too, the trainer's routers choose what the
+    server's chose, and follow them where an update would have them choose otherwise."""
+    # SGLang takes further features of three layers, whatever the file says
+    tower = {**family_of("Qwen3-VL-30B-A3B").tiny["vision_config"], **PATCH_TOWER}
+    tower |= {"depth": 3, "deepstack_visual_indexes": [0, 1, 2]}
+    make_tiny_model(
+        "Qwen3-VL-30B-A3B", tmp_path / "model", images=True, mlp_only_layers=[], vision_config=tower
+    )
+    (tmp_path / "rows.jsonl").write_text((seeing / "rows.jsonl").read_text())
+    for path in seeing.glob("*.png"):
+        (tmp_path / path.name).symlink_to(path)
+    out = tmp_path / "out"
+    with one_server(
+        tmp_path / "model", tmp_path / "server.log", weight_version="1", enable_return_routed_experts=True
+    ) as address:  # fmt: skip
+        Seen(tmp_path / "model").check(f"http://{address}")
+        line = seeing_run(
+            tmp_path, ["--rollout-external-engine-addrs", address, "--no-sglang-router"], out, "--expert-model-parallel-size", "2",
+            "--use-rollout-routing-replay", "--moe-router-dtype", "fp32", "--num-steps-per-rollout", "2",
+        )  # fmt: skip
+        done = programs.train(line, tmp_path / "run", ranks=2, timeout_s=300)
+    found = agree(done, out)
+    assert all(row["rollout/moe_routing_disagreement"] == 0 for row in found)
+    assert any(row["train/moe_replay_disagreement"] > 0 for row in found)
 
 
 def seeing_run(seeing: Path, engines: list[str], out: Path, *more: str) -> list[str]:
@@ -157,17 +186,11 @@ def test_features_of_older_weights_are_caught(
     seeing: Path, programs: TrainServer, tmp_path: Path
 ) -> None:
     """The negative control: a server that keeps features of images through updates."""
-    (port,) = free_ports(1)
-    launch = server_launch(seeing / "model", port, tmp_path / "server.log")
-    process = ServerProcess(launch)
-    try:
-        wait_for(f"http://127.0.0.1:{port}/health", process)
-        engine = ["--rollout-external-engine-addrs", f"127.0.0.1:{port}", "--no-sglang-router"]
+    with one_server(seeing / "model", tmp_path / "server.log") as address:
+        engine = ["--rollout-external-engine-addrs", address, "--no-sglang-router"]
         line = seeing_run(
             seeing, engine, tmp_path / "out", "--train-vision-tower", "--train-rollout-diff-patience", "1"
         )  # fmt: skip
         done = programs.train(line, tmp_path / "run", ranks=1, timeout_s=300)
-    finally:
-        process.end()
     assert "trainer and sampler disagree in log-prob" in done.error()
     assert len(rows(tmp_path / "out")) == 2

@@ -11,12 +11,16 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
+from arguments.hf.model import read_hf_model
+from arguments.hf.vision import read_vision
 from scripts.make_tiny_model import make_tiny_model
 from slime_like.engines.base import GenerateRequest, SamplingParams
 from slime_like.engines.local.engine import LocalEngine
 from slime_like.images.encoded import EncodedImage
 from slime_like.images.processor import ImageProcessor
 from slime_like.images.rows import PlaceholderRule
+from slime_like.images.settings import VisionFamily
+from slime_like.weights.families import model_families
 from tests.vision import picture, processor_folder, processor_of
 
 IMAGES = [EncodedImage(picture(*size)) for size in ((0, 16, 24), (1, 32, 16), (2, 16, 16))]
@@ -67,9 +71,7 @@ class Served:
 
 
 def served(folder, like):
-    quarter = {"partial_rotary_factor": 0.5, "mrope_section": [4, 2, 2], "rope_theta": 4321.0}
-    changes = {"head_dim": 32, "rope_parameters": {"rope_type": "default", **quarter}}
-    model = make_tiny_model(like, folder, images=True, **(changes if like == "Qwen3.5" else {}))
+    model = make_tiny_model(like, folder, images=True)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     processor = processor_of(folder, tokenizer)
     engine = LocalEngine(str(folder), tokenizer, images=processor)
@@ -213,6 +215,21 @@ def test_a_model_without_a_tower_is_refused(tmp_path):
         ImageProcessor.load(str(tmp_path), tokenizer, rule)
     with pytest.raises(ValueError, match="Qwen3-4B has no vision tower"):
         make_tiny_model("Qwen3-4B", tmp_path, images=True)
+
+
+SEEING = [
+    family.architecture
+    for family in map(model_families.get, model_families.names())
+    if isinstance(family.vision, VisionFamily)
+]
+
+
+@pytest.mark.parametrize("architecture", SEEING)
+def test_tiny_models_of_every_family_that_sees_start_a_run(architecture, tmp_path):
+    make_tiny_model(architecture, tmp_path, images=True)
+    vision = read_vision(str(tmp_path), read_hf_model(str(tmp_path)))
+    assert not vision.sections or min(vision.sections) > 0
+    processor_of(tmp_path, AutoTokenizer.from_pretrained(tmp_path))
 
 
 @pytest.mark.parametrize(
