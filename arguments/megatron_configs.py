@@ -17,6 +17,7 @@ from arguments.megatron import megatron_fields
 from arguments.megatron_fields import OPTIMIZER_DTYPES
 from arguments.schema import ModelConfig, ParallelConfig
 from slime_like.config import Problem, flag_name
+from slime_like.ngrams import NgramSettings
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallelConfig
@@ -345,8 +346,8 @@ def _gated_streams_config() -> type[TransformerConfig]:
 
     @dataclasses.dataclass
     class GatedStreamsConfig(TransformerConfig):
-        """TransformerConfig with fields for slime_like/megatron/model/gated_streams.py; those of
-        the indexer are as in SparseConfig."""
+        """TransformerConfig with fields for slime_like/megatron/model/gated_streams.py and
+        ngram_memory.py; those of the indexer are as in SparseConfig."""
 
         residual_streams: int = 4
         stream_rank: int = 320  # of the gates
@@ -355,6 +356,8 @@ def _gated_streams_config() -> type[TransformerConfig]:
         index_head_dim: int = 128
         index_pool: int = 16
         index_shared: list[int] | None = None  # of no layer
+        ngram_memory: NgramSettings | None = None
+        linear_output_gate: str = "silu"  # of delta nets
 
     return GatedStreamsConfig
 

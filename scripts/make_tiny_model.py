@@ -228,7 +228,9 @@ def randomize(model: Any) -> None:
         for name, parameter in model.named_parameters():
             if name.endswith("A_log"):  # faster decays would leave little but rounding errors
                 parameter.copy_(0.3 * torch.randn_like(parameter) - 2.0)
-            elif name.endswith("_hc.fn"):  # weights of residual streams, by the token
+            elif name.endswith("_hc.fn") or name.endswith(
+                "ple.conv1d.weight"
+            ):  # weights of residual streams, by the token
                 parameter.copy_(0.3 * torch.randn_like(parameter))
             elif name.endswith("_compress_gate"):
                 parameter.copy_(0.1 * torch.randn_like(parameter))

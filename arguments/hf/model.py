@@ -116,6 +116,7 @@ def read_hf_model(folder: str, *, value_head: bool = False) -> HfModel:
         raise ConfigError(reader.problems)
     model_type = str(reader.config.get("model_type", family.model_type))
     untrained = family.untrained_layers(reader)
+    constants = tuple(family.constants(transformer))
     return HfModel(
         architecture,
         model_type,
@@ -123,7 +124,7 @@ def read_hf_model(folder: str, *, value_head: bool = False) -> HfModel:
         gpt,
         dtype,
         untrained,
-        family.untrained_prefixes + family.unused_weights(reader),
+        family.untrained_prefixes + family.unused_weights(reader) + constants,
         0 if family.prediction is None else family.prediction.count(reader),
     )
 
@@ -200,7 +201,7 @@ def _family(reader: _Reader, value_head: bool) -> tuple[str, ModelFamily]:
 
 def _flat(reader: _Reader, family: ModelFamily) -> dict[str, Any]:
     """Merge the keys of the language model (text_config) with the top-level keys, which take
-    precedence. Raises immediately on a problem."""
+    precedence, except that of the end token. Raises immediately on a problem."""
     config = dict(reader.config)
     text = config.pop("text_config", None)
     if text is None:
@@ -216,7 +217,8 @@ def _flat(reader: _Reader, family: ModelFamily) -> dict[str, Any]:
         )
     if reader.problems:
         raise ConfigError(reader.problems)
-    return {**text, **_given(config)}
+    of_text = {key: text[key] for key in ("eos_token_id",) if text.get(key) is not None}
+    return {**text, **_given(config), **of_text}
 
 
 def _given(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -69,6 +69,30 @@ def check_delta_net_parallel(s: LayoutSettings) -> list[Problem]:
     return problem("tensor_model_parallel_size", tensor, message)
 
 
+def check_memory_parallel(s: LayoutSettings) -> list[Problem]:
+    """Of a memory of n-grams, tensor-parallel ranks hold equal parts of the tables, and ranks of
+    sequence and context parallelism convolve equal numbers of channels."""
+    memory = s.core.get("ngram_memory")
+    if memory is None:
+        return []
+    size = s.parallel.tensor_model_parallel_size
+    context = s.parallel.context_parallel_size
+    streams = s.core["residual_streams"]
+    hidden = s.core["hidden_size"]
+    problems = []
+    for layer in [layer for layer in memory.layers if memory.rows(layer) % size][:1]:
+        rows = memory.rows(layer)
+        message = f"must divide the {rows} rows of the memory of n-grams of layer {layer}"
+        problems += problem("tensor_model_parallel_size", size, message)
+    if streams * hidden % (size * context):
+        message = (
+            f"x --context-parallel-size {context} must divide hc_count {streams} x --hidden-size "
+            f"{hidden} with a memory of n-grams"
+        )
+        problems += problem("tensor_model_parallel_size", size, message)
+    return problems
+
+
 def check_context_parallel(s: Settings) -> list[Problem]:
     """Limits of context parallelism, and legal values of --cp-comm-type."""
     size = s.parallel.context_parallel_size
@@ -177,6 +201,7 @@ PARALLEL_RULES: tuple[Rule, ...] = (
     check_tensor_parallel,
     check_context_parallel,
     check_delta_net_parallel,
+    check_memory_parallel,
     check_pipeline_split,
     check_indexer_stages,
     check_distributed_backend,

@@ -16,6 +16,7 @@ from arguments.rules.declared import has_critic
 from arguments.rules.layout import (
     check_delta_net_parallel,
     check_indexer_stages,
+    check_memory_parallel,
     check_tensor_parallel,
     check_world_size,
 )
@@ -171,6 +172,7 @@ RULES = (
     check_world_size,
     check_tensor_parallel,
     check_delta_net_parallel,
+    check_memory_parallel,
     check_pipeline_split,
     check_indexer_stages,
     check_expert_parallel_sizes,

@@ -19,6 +19,7 @@ from slime_like.preflight.shape import (
     delta_matrices,
     head_matrices,
     latent_matrices,
+    memory_matrices,
     mixer_matrices,
     stream_matrices,
 )
@@ -47,7 +48,8 @@ class ForwardFlops:
     backward pass, are not counted."""
 
     matrices: float  # per token, in matrix products with weights
-    mixing: float  # per token, in delta nets between their projections, and of residual streams
+    # per token, in delta nets between their projections, of residual streams and in memories
+    mixing: float
     pair: float  # per pair of tokens in attention
     head: float  # of the output layer, per token
     windowed: float = 0.0  # like pair, for layers that attend to at most `window` tokens
@@ -99,6 +101,9 @@ def forward_flops(config: TransformerConfig, gpt: GPTModelConfig) -> ForwardFlop
     if hasattr(config, "residual_streams"):
         weights += config.num_layers * stream_matrices(config) + mixer_matrices(config)
         mixing += config.num_layers * _streams(config)
+    if (memory := getattr(config, "ngram_memory", None)) is not None:
+        weights += memory_matrices(config)
+        mixing += len(memory.layers) * _memory(config)
     # sparse attention, in which a token attends to at most this many tokens
     chosen = getattr(config, "index_topk", 0)
     near = attentions if chosen else sum(windowed_layers(config))
@@ -145,6 +150,13 @@ def _streams(config: TransformerConfig) -> float:
     streams = config.residual_streams
     mixed = 0 if hasattr(config, "stream_rank") else streams * streams
     return float(2 * 2 * (2 * streams + mixed) * config.hidden_size)
+
+
+def _memory(config: TransformerConfig) -> float:
+    """FLOPs per token of a memory of n-grams, to compare its keys with the residual streams, to
+    weight what they take, and of the convolution."""
+    channels = config.residual_streams * config.hidden_size
+    return float(2 * (2 + config.ngram_memory.taps) * channels)
 
 
 def peak_tflops(device: str) -> float | None:

@@ -158,9 +158,10 @@ def run_stage(rank: OneRank, tokens: int, *, gpu: bool) -> Passes:
     unit = config.recompute_num_layers or 1
     if config.recompute_granularity != "full" or len(layers) < unit:
         unit = 1
-    kinds: dict[tuple[type, type], list[object]] = {}
+    kinds: dict[tuple[type, ...], list[object]] = {}
     for layer in layers:
-        kind = type(layer.mlp), type(layer.self_attention)
+        memory = getattr(layer, "ngram_memory", None)
+        kind = type(layer.mlp), type(layer.self_attention), type(memory)
         kinds.setdefault(kind, []).append(layer)
     units = [(of_kind * unit)[:unit] for of_kind in kinds.values()]
     minimal = list(chain.from_iterable(units))

@@ -38,6 +38,8 @@ class ModelShape:
     # by which the attentions of layers with a window differ, all together
     of_windows: int = 0
     tower: int = 0  # of the vision tower, which text does not pass
+    memory: int = 0  # of memories of n-grams without their tables
+    tables: int = 0  # of which a token reads a few rows
 
     @property
     def expert_parameters(self) -> int:
@@ -49,6 +51,7 @@ class ModelShape:
         layers = (len(self.experts) - self.delta_nets - self.only_mlp) * self.attention
         layers += self.delta_nets * self.delta + dense_layers * self.dense
         layers += sum(self.experts) * self.shared + self.of_windows
+        layers += self.memory + self.tables
         return layers + self.vocabulary * (1 if self.tied else 2) + self.hidden
 
     @property
@@ -58,7 +61,8 @@ class ModelShape:
     @property
     def active(self) -> int:
         routed = sum(self.experts) * self.topk * self.expert
-        return self.other_parameters + routed - (0 if self.tied else self.vocabulary)
+        unread = self.tables + (0 if self.tied else self.vocabulary)
+        return self.other_parameters + routed - unread
 
 
 def shape_of(config: TransformerConfig, gpt: GPTModelConfig) -> ModelShape:
@@ -108,6 +112,8 @@ def shape_of(config: TransformerConfig, gpt: GPTModelConfig) -> ModelShape:
         only_mixer=blocks.count("M") + blocks.count("*"),
         of_windows=_of_windows(config),
         tower=0 if gpt.vision is None else sum(map(math.prod, tower_shapes(gpt.vision).values())),
+        memory=_memories(config),
+        tables=_tables(config),
     )
 
 
@@ -140,6 +146,30 @@ def _hyper_connections(config: TransformerConfig) -> int:
 
 def _final_mixer(config: TransformerConfig) -> int:
     return int(mixer_matrices(config) + config.residual_streams * config.hidden_size)
+
+
+def memory_matrices(config: TransformerConfig) -> int:
+    """Weights of the projections of all memories of n-grams: a key for each residual stream, and a
+    value."""
+    if (memory := getattr(config, "ngram_memory", None)) is None:
+        return 0
+    rows = (config.residual_streams + 1) * config.hidden_size
+    return int(len(memory.layers) * rows * memory.width)
+
+
+def _memories(config: TransformerConfig) -> int:
+    """All memories without their tables: projections, norms of keys, queries and the convolution's
+    input, and the convolution."""
+    if (memory := getattr(config, "ngram_memory", None)) is None:
+        return 0
+    own = (3 + memory.taps) * config.residual_streams * config.hidden_size
+    return int(memory_matrices(config) + len(memory.layers) * own)
+
+
+def _tables(config: TransformerConfig) -> int:
+    if (memory := getattr(config, "ngram_memory", None)) is None:
+        return 0
+    return int(sum(map(memory.rows, memory.layers)) * memory.head_width)
 
 
 def head_matrices(config: TransformerConfig, *, windowed: bool = False) -> int:

@@ -16,7 +16,7 @@ from arguments.hf.model import HfModel
 from arguments.schema import GPTModelConfig
 from slime_like.checkpoints.manifest import describe
 from slime_like.weights.families import LM_HEAD
-from slime_like.weights.families.base import EMBEDDING
+from slime_like.weights.families.base import EMBEDDING, model_families
 from slime_like.weights.mappings import Mapping, Sizes, TensorPart
 from slime_like.weights.parameter_map import (
     LAYER,
@@ -145,6 +145,7 @@ def open_hf_weights(
         repeated = repeated_tensors(hf, gpt.mtp_num_layers)
         _check_names(files, stored, folder, sizes, (*ignored, *repeated))
         _check_tensors(files, stored, folder, sizes)
+        _check_constants(files, hf, folder)
         if not (value_head or gpt.untie_embeddings_and_output_weights):
             _check_tied(files, family, folder, sizes)
         on_error.pop_all()
@@ -248,6 +249,17 @@ def _check_tied(files: WeightFiles, family: dict[str, Mapping], folder: str, siz
             f"another matrix than {embedding}, so that transformers unties them; set "
             f"tie_word_embeddings to false, or remove {LM_HEAD}"
         )
+
+
+def _check_constants(files: WeightFiles, hf: HfModel, folder: str) -> None:
+    """Check that tensors of integers in the files are those that follow from config.json."""
+    family = model_families.get(hf.architecture)
+    for name, numbers in family.constants(hf.transformer).items():
+        if name in files.names and files.read_stored(name).tolist() != list(numbers):
+            raise ValueError(
+                f"weights in {folder}: {name} is not what follows from config.json, which has to "
+                "have the settings that the model was trained with"
+            )
 
 
 def _check_tensors(

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
+from slime_like.ngrams import NgramSettings
 from slime_like.weights.attention_sizes import AttentionSizes
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ class Sizes:
     stream_rank: int = 0
     # by layer, where the heads of layers differ; see layer_sizes.py
     attention: tuple[AttentionSizes, ...] = ()
+    memory: NgramSettings | None = None  # of n-grams
 
     @property
     def expert_hidden(self) -> int:
@@ -108,6 +110,10 @@ class Sizes:
     @property
     def stream_scales(self) -> int:
         return 3
+
+    @property
+    def memory_width(self) -> int:
+        return 0 if self.memory is None else self.memory.width
 
     @property
     def one(self) -> int:

@@ -83,6 +83,7 @@ _MLP_PARTS = (".pre_mlp_layernorm.", ".mlp.")
 _SHARED_EXPERT = ".mlp.shared_experts."
 _LATENT_EXPERTS = tuple(f"{MLP}.fc{number}_latent_proj.weight" for number in (1, 2))
 _EXPERT_LAYERS = ("router.", "experts.", "shared_experts.", "fc1_latent_proj.", "fc2_latent_proj.")
+_MEMORY = ".ngram_memory."
 _DELTA_NET = (
     *("in_proj.", "conv_weight", "A_log", "dt_bias", "norm_weight", "out_proj."),
     *("low_rank_weight", "decay_weight", "gate_weight"),  # Kimi's
@@ -127,10 +128,13 @@ def family_map(
     shared = getattr(config, "index_shared", None) or [0] * config.num_layers
     blocks = getattr(config, "block_pattern", None)
     sized = layers_of(config)
+    memory = getattr(config, "ngram_memory", None)
     for layer, (sparse, linear) in enumerate(zip(sparse_layers, linear_layers, strict=True)):
         parameters = _select_layer(per_layer, sparse=bool(sparse), linear=bool(linear))
         if sized and not sized[layer].sinks:
             parameters.pop(_SINKS, None)
+        if memory is None or layer not in memory.layers:
+            parameters = {n: mapping for n, mapping in parameters.items() if _MEMORY not in n}
         if shared[layer]:
             parameters = {n: mapping for n, mapping in parameters.items() if _INDEXER not in n}
         if blocks is not None:
@@ -287,6 +291,7 @@ def model_sizes(config: TransformerConfig, gpt: GPTModelConfig) -> Sizes:
         streams=getattr(config, "residual_streams", 0),
         stream_rank=getattr(config, "stream_rank", 0),
         attention=layers_of(config),
+        memory=getattr(config, "ngram_memory", None),
     )
 
 

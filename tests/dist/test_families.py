@@ -141,6 +141,15 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             **{"linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 5},
             **{"hc_count": 2, "hc_lowrank": 5, "norm_topk_prob": False, "indexer_head_dim": 18},
             **{"indexer_budget": 5, "indexer_compress_ratio": 1, "rms_norm_eps": 1e-3},
+            # a memory of single heads that crosses no token 7, with gates of the other kind
+            **{"ple_layer_ids": [2], "ngram_size": 4, "heads_per_ngram": 1, "eos_token_id": [7, 9]},
+            **{
+                "ple_embed_dim": 9,
+                "ple_conv_kernel_size": 4,
+                "ngram_vocab_size_base": 5,
+                "seed": 6,
+            },
+            **{"split_ngram_parts": 1, "output_gate_type": "sigmoid"},
             "rope_parameters": {"rope_type": "default", "rope_theta": 300.0},
             "layer_types": ["indexed_attention", "linear_attention", "indexed_attention"],
         },
@@ -607,6 +616,24 @@ def test_kimi_linear_as_transformers_saves_it(alone: Any, tmp_path: Path) -> Non
     other = Ours(folder, alone, torch.float32).exported()
     assert other.keys() == published.keys()
     assert all(torch.equal(other[n], published[n]) for n in published)
+
+
+def test_what_a_memory_of_ngrams_is_hashed_by(alone: Any, tmp_path: Path) -> None:
+    """A file may leave it out, since it follows from config.json; another one is no silent change
+    of the rows that are read."""
+    folder = tmp_path / "model"
+    make_tiny_model("Qwen4ExpForCausalLM", folder)
+    own = Ours(folder, alone, torch.float32).exported()
+    tensors = load_file(folder / "model.safetensors")
+    (name,) = [n for n in tensors if n.endswith("layers.2.ple.ple_embedding.layer_multipliers")]
+    numbers = tensors.pop(name)
+    save_file(tensors, folder / "model.safetensors")
+    other = Ours(folder, alone, torch.float32).exported()
+    assert all(torch.equal(own[n], other[n]) for n in own)
+    numbers[1] += 2
+    save_file({**tensors, name: numbers}, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=f"{name} is not what follows from config.json"):
+        Ours(folder, alone, torch.float32)
 
 
 @pytest.mark.parametrize("inner", [24, 32, 16])

@@ -33,6 +33,7 @@ LAYERS = (
         "slime_like.lazy",
         "slime_like.logs",
         "slime_like.metrics",
+        "slime_like.ngrams",
         "slime_like.origin_check",
         "slime_like.registry",
         "slime_like.samples",

@@ -26,6 +26,8 @@ class WeightSlots:
         has_conversions = bool(get_model_conversion_mapping(model, add_legacy=False))
         self._slots: dict[str, Tensor] = {}
         for name, weight in model.state_dict().items():
+            if not weight.is_floating_point():  # no weight: it follows from config.json
+                continue
             if has_conversions:
                 self._slots |= _checkpoint_views(model, name, weight)
             else:

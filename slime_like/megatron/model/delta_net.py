@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
-from megatron.core.tensor_parallel.mappings import all_to_all, copy_to_tensor_model_parallel_region
+from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import (
@@ -29,6 +29,7 @@ from megatron.core.transformer.utils import (
 from torch import Tensor
 
 from slime_like.megatron.ops.attention import PackedRows
+from slime_like.megatron.ops.context_parallel import columns_for_rows, rows_for_columns
 from slime_like.megatron.ops.delta_rule import DeltaRows, causal_conv, delta_rule, fla_rule
 from slime_like.megatron.ops.tables import delta_tables
 
@@ -165,16 +166,11 @@ class DeltaNet(MegatronModule, ABC):
     def gather_sequences(self, x: Tensor) -> Tensor:
         """All-to-all from this rank's rows [T / cp, groups, n] to all rows of some groups
         [T, groups / cp, n], in rank order."""
-        ranks = self.cp_group.size()
-        outgoing = x.unflatten(1, (ranks, -1)).transpose(0, 1)  # by receiving rank
-        received: Tensor = all_to_all(self.cp_group, outgoing)
-        return received.flatten(0, 1)
+        return rows_for_columns(x, self.cp_group)
 
     def scatter_rows(self, x: Tensor) -> Tensor:
         """The inverse of `gather_sequences`."""
-        ranks = self.cp_group.size()
-        received: Tensor = all_to_all(self.cp_group, x.unflatten(0, (ranks, -1)))
-        return received.transpose(0, 1).flatten(1, 2)
+        return columns_for_rows(x, self.cp_group)
 
     def _convolved(
         self, mixed: Tensor, rows: DeltaRows, first: int, bias: Tensor | None = None
@@ -275,7 +271,10 @@ class GatedDeltaNet(DeltaNet):
         return self._gated_norm(out, gate.reshape(value.shape)).view(x.size(0), size, -1)
 
     def _gated_norm(self, out: Tensor, gate: Tensor) -> Tensor:
-        """RMSNorm of each head times silu of its gate. out, gate: [T, heads, value_dim]."""
+        """RMSNorm of each head times silu of its gate, or sigmoid. out, gate: [T, heads,
+        value_dim]."""
         dtype = torch.promote_types(out.dtype, torch.float32)
+        is_sigmoid = getattr(self.config, "linear_output_gate", "silu") == "sigmoid"
+        gate = gate.to(dtype).sigmoid() if is_sigmoid else F.silu(gate.to(dtype))
         normed = F.rms_norm(out.to(dtype), out.shape[-1:], eps=self.config.layernorm_epsilon)
-        return (self._norm_weight() * normed.to(out.dtype) * F.silu(gate.to(dtype))).to(out.dtype)
+        return (self._norm_weight() * normed.to(out.dtype) * gate).to(out.dtype)

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from slime_like.megatron.model.delta_specs import GatedAttention
 from slime_like.megatron.model.hyper_connections import HyperConnectedLayer, HyperConnection
+from slime_like.megatron.model.ngram_memory import NgramMemory
 from slime_like.megatron.model.sparse_attention import SparseAttention, has_far_queries, rotated
 from slime_like.megatron.ops.attention import PackedRows
 from slime_like.megatron.ops.context_parallel import gather_rows
@@ -91,9 +92,24 @@ class FinalMixer(GatedConnection):
 
 
 class GatedStreamsLayer(HyperConnectedLayer):
-    """A layer with gated residual streams."""
+    """A layer with gated residual streams, and possibly a memory of n-grams in front of them."""
 
     connection = GatedConnection
+
+    def __init__(self, config: TransformerConfig, *args: object, **settings: object) -> None:
+        super().__init__(config, *args, **settings)
+        layer = self.layer_number - 1
+        self.ngram_memory = None
+        if config.ngram_memory is not None and layer in config.ngram_memory.layers:
+            self.ngram_memory = NgramMemory(config, layer, self.pg_collection)
+
+    def _forward_attention(
+        self, hidden_states: Tensor, *args: object, **settings: Any
+    ) -> tuple[Tensor, Any]:
+        if self.ngram_memory is not None:
+            rows = settings["packed_seq_params"]
+            hidden_states = hidden_states + self.ngram_memory(hidden_states, rows)
+        return super()._forward_attention(hidden_states, *args, **settings)
 
 
 class PoolIndexer(torch.nn.Module):

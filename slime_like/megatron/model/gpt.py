@@ -77,6 +77,7 @@ MODEL_FUNCTION = {
     "index_shared": "indexer_types", "index_pool": "index_kpool", "latent_norm_epsilon": "",
     "residual_streams": "hc_mult", "sinkhorn_iterations": "hc_sinkhorn_iters",
     "sinkhorn_epsilon": "hc_eps", "stream_rank": "hc_lowrank",
+    "ngram_memory": "ple_layer_ids", "linear_output_gate": "output_gate_type",
 }  # fmt: skip
 EMBEDDING_FUNCTION = {
     "position_embedding_type": "", "rotary_base": "rope_theta",
@@ -276,6 +277,10 @@ def build_chunks(
             from slime_like.megatron.model.hyper_connections import add_streams
 
             add_streams(chunk)
+        if getattr(config, "ngram_memory", None) is not None:
+            from slime_like.megatron.model.ngram_memory import add_tokens
+
+            add_tokens(chunk)
         if torch.cuda.is_available() and not next(chunk.parameters()).is_meta:
             chunk = chunk.to(torch.cuda.current_device())
         chunks.append(chunk)

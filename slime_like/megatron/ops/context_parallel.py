@@ -16,6 +16,7 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from megatron.core.tensor_parallel.mappings import all_to_all
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
@@ -89,6 +90,20 @@ def gather_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """All-gather [n, ...] to [cp * n, ...]. Backward reduce-scatters the gradients."""
     gathered: Tensor = _GatherRows.apply(x, group)
     return gathered
+
+
+def rows_for_columns(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """All-to-all from a rank's rows [n, c, ...] to the rows of all ranks, in rank order, and its
+    share of the columns, [ranks * n, c / ranks, ...]."""
+    outgoing = x.unflatten(1, (group.size(), -1)).transpose(0, 1)  # by receiving rank
+    received: Tensor = all_to_all(group, outgoing)
+    return received.flatten(0, 1)
+
+
+def columns_for_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The inverse of `rows_for_columns`."""
+    received: Tensor = all_to_all(group, x.unflatten(0, (group.size(), -1)))
+    return received.transpose(0, 1).flatten(1, 2)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ tensors to megatron-core parameters. Each family is one file here, or a user's f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -64,6 +64,10 @@ def _unchanged(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _nothing(config: Mapping[str, Any]) -> Mapping[str, object]:
+    return {}
+
+
+def _no_constants(transformer: Mapping[str, Any]) -> Mapping[str, Sequence[int]]:
     return {}
 
 
@@ -148,6 +152,9 @@ class ModelFamily:
     meant: Callable[[dict[str, Any]], dict[str, Any]] = _unchanged
     # keys that follow from others of the file, for files that leave them out
     derived: Callable[[Mapping[str, Any]], Mapping[str, object]] = _nothing
+    # tensors of integers that a file may have and that follow from its fields of TransformerConfig;
+    # such a file is checked, and they are saved as they are
+    constants: Callable[[Mapping[str, Any]], Mapping[str, Sequence[int]]] = _no_constants
     published: tuple[str, ...] = ()  # prefixes of the names of published models
     # additional config.json keys of a tiny model (scripts/make_tiny_model.py)
     tiny: Mapping[str, object] = field(default_factory=dict)

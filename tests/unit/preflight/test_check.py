@@ -81,7 +81,7 @@ GLM5 = {
 QWEN4 = {
     **DELTA_NETS, "architectures": ["Qwen4ExpForCausalLM"], "model_type": "qwen4_exp_text", "mlp_only_layers": None, "head_dim": 16,
     "hc_count": 2, "hc_lowrank": 6, "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 24, "indexer_budget": 512,
-    "indexer_compress_ratio": 4,
+    "indexer_compress_ratio": 4, "ple_layer_ids": [1, 3], "ngram_vocab_size_base": 100, "eos_token_id": 1,
 }  # fmt: skip
 MINIMAX = {
     **MOE, "architectures": ["MiniMaxM2ForCausalLM"], "model_type": "minimax_m2", "num_local_experts": 4, "rotary_dim": 8,

@@ -22,7 +22,11 @@ from slime_like.preflight.fake_world import world_as_rank  # noqa: E402
 from slime_like.preflight.flops import TERA, ForwardFlops, forward_flops, peak_tflops  # noqa: E402
 from slime_like.preflight.one_rank import build_rank  # noqa: E402
 from slime_like.preflight.passes import run_micro_batch  # noqa: E402
-from slime_like.preflight.shape import mixer_matrices, stream_matrices  # noqa: E402
+from slime_like.preflight.shape import (  # noqa: E402
+    memory_matrices,
+    mixer_matrices,
+    stream_matrices,
+)
 from slime_like.trainer.factory import make_throughput  # noqa: E402
 from tests.unit.command_lines import complete, problems_of  # noqa: E402
 from tests.unit.preflight.test_check import (  # noqa: E402
@@ -87,7 +91,8 @@ def test_products_with_weights(
         mixed = 3 * 2 * 2 * 2 * 2 * 64
         expected += TOKENS * 4 * (2 * stream_matrices(transformer) + mixed)
     elif changes is QWEN4:
-        expected += TOKENS * 2 * (4 * stream_matrices(transformer) + mixer_matrices(transformer))
+        again = 4 * stream_matrices(transformer) + mixer_matrices(transformer)
+        expected += TOKENS * 2 * (again + memory_matrices(transformer))
     assert counter.get_total_flops() == expected
     assert flops.head == 2 * 64 * 320
 

@@ -342,6 +342,7 @@ TESTED_ELSEWHERE = {
     "check_indexer_stages": "hf/test_sparse_attention.py",
     "check_local_layers": "test_machines.py",
     "check_loss_scale": "test_untested.py",
+    "check_memory_parallel": "hf/test_qwen4_exp.py",
     "check_model_base": "test_model_base.py",
     "check_prompt_mix": "test_prompt_mix.py",
     "check_muon_package": "rules/test_muon.py",
