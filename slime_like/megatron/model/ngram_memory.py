@@ -107,34 +107,41 @@ class NgramMemory(MegatronModule):
             assert packed.tokens is not None, "`add_tokens` was called with the chunk"
             tokens = packed.tokens
             settings = self.settings
-            if packed.context is not None:
-                tokens = gather_rows(tokens, self.cp_group)[packed.context.natural]
+            if self.cp_group.size() > 1:
+                tokens = in_order(gather_rows(tokens, self.cp_group), packed)
             rows = ngram_rows(tokens, packed.cu_seqlens_q, settings.size, settings.end)
-            if packed.context is not None:
-                by_rank = packed.context.natural.argsort().chunk(self.cp_group.size())
-                rows = NgramRows(rows.tokens[by_rank[self.cp_group.rank()]], rows.positions)
-            packed.ngrams = rows
+            by_rank = by_ranks(rows.tokens, packed).chunk(self.cp_group.size())
+            packed.ngrams = NgramRows(by_rank[self.cp_group.rank()], rows.positions)
         return packed.ngrams
 
     def _convolved(self, x: Tensor, rows: NgramRows, packed: PackedRows) -> Tensor:
         """x: [t, channels], this rank's rows."""
-        groups = [self.cp_group] if packed.context is not None else []
+        groups = [self.cp_group] if self.cp_group.size() > 1 else []
         if self.config.sequence_parallel:
             groups = [self.tp_group, *groups]
         weight = self.conv_weight.squeeze(1)
         for group in groups:
             x = rows_for_columns(x, group)
             weight = weight.chunk(group.size())[group.rank()]
-        if packed.context is not None:
-            x = x[packed.context.natural]
+        x = in_order(x, packed)
         dtype = torch.promote_types(x.dtype, torch.float32)
         out = dilated_conv(x.to(dtype), weight.to(dtype), self.settings.size, rows.positions)
-        out = F.silu(out).to(x.dtype)
-        if packed.context is not None:
-            out = torch.zeros_like(out).index_copy(0, packed.context.natural, out)
+        out = by_ranks(F.silu(out).to(x.dtype), packed)
         for group in reversed(groups):
             out = columns_for_rows(out, group)
         return out
+
+
+def in_order(x: Tensor, packed: PackedRows) -> Tensor:
+    """The rows of all context-parallel ranks as natural rows. Those of preflight have no order."""
+    return x if packed.context is None else x[packed.context.natural]
+
+
+def by_ranks(x: Tensor, packed: PackedRows) -> Tensor:
+    """The inverse of `in_order`."""
+    if packed.context is None:
+        return x
+    return torch.zeros_like(x).index_copy(0, packed.context.natural, x)
 
 
 def add_tokens(chunk: LanguageModule) -> None:

@@ -272,6 +272,20 @@ def test_a_micro_batch_through_delta_nets(
     assert kernels.kept < plain.kept or changes is NEMOTRON
 
 
+def test_a_micro_batch_through_memories(tmp_path: Path) -> None:
+    """Two memories of n-grams exchange their rows for whole sequences of some channels, there and
+    back, in both passes: so many numbers, and delta nets theirs."""
+    changes = {**QWEN4, "linear_num_key_heads": 4, "linear_value_head_dim": 8}
+    words = "--context-parallel-size 2 --tensor-model-parallel-size 2 --sequence-parallel"
+    config = tiny(tmp_path, *words.split(), changes=changes, world=4)
+    with world_as_rank(config.parallel, virtual_stages=None, rank=0, world_size=4) as layout:
+        built = build_rank(config.megatron, config.gpt, layout, gpu=True)
+        traffic = run_stage(built, 256, gpu=True).traffic
+    memories = delta_nets = 2
+    assert traffic["alltoall_base", "tensor"].calls == memories * 4
+    assert traffic["alltoall_base", "context"].calls == (memories + delta_nets) * 4
+
+
 @pytest.mark.parametrize(
     ("changes", "gpu"),
     [
