@@ -38,6 +38,7 @@ from slime_like.megatron.packing import (
     with_selection_seeds,
 )
 from slime_like.megatron.parallel_layout import ParallelLayout, with_layout_active
+from slime_like.megatron.tracing import StateRecorder, states_of_samples
 from slime_like.metrics.typed import Metric, MetricAccumulator
 from slime_like.types import MicroBatch, TokenOutput, TrainSample
 from slime_like.weights.export_plan import DEFAULT_BUCKET_BYTES
@@ -65,6 +66,8 @@ class PassOutput:
     packing: Mapping[str, Metric] = field(default_factory=dict)
     # [L, MoE layers of this stage, topk] int16 per sample, if recorded
     routed_experts: list[Tensor] | None = None
+    # by site of this stage, [L, C] per sample, if recorded; see `StateRecorder`
+    states: Mapping[str, list[Tensor]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +182,20 @@ class Network:
         layers = self.gpt.mtp_num_layers
         untrained = untrained_weights(hf, source, layers, quantized=bool(quantized))
         save_hf(folder, weights, source, extra=untrained, duplicates=repeated_tensors(hf, layers))
+
+    @with_layout_active
+    def trace(
+        self, samples: Sequence[TrainSample], recorder: StateRecorder, size: MicroBatchSize
+    ) -> PassOutput:
+        """A forward-only pass over this data-parallel rank's samples whose states are recorded."""
+        with recorder.recording(self.chunks, self.layout):
+            output = self.forward(samples, recorder, size)
+        split, batches = self._pack(samples, size, None)
+        states = {}
+        for site, rows in recorder.states.items():
+            table = self._gather_context_ranks(torch.cat(rows).T, batches)
+            states[site] = split.restore_order(states_of_samples(table, split.groups, batches))
+        return replace(output, states=states)
 
     @with_layout_active
     def forward(

@@ -76,7 +76,7 @@ class LocalEngine(RolloutEngine):
                 config, dtype=dtype, trust_remote_code=trust_remote_code
             )
         if images is None:
-            _remove_tower(model)
+            remove_tower(model)
         model.tie_weights()
         self.tied = bool(getattr(config, "tie_word_embeddings", False))
         self._model = model.eval().requires_grad_(False)
@@ -103,6 +103,11 @@ class LocalEngine(RolloutEngine):
         self._cache_bytes_per_token = cache_bytes_per_token(text_config, dtype)
         self._vocab_size: int = text_config.vocab_size
         self._max_positions: int | None = getattr(text_config, "max_position_embeddings", None)
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """transformers' model."""
+        return self._model
 
     def update_weights(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None:
         """See `RolloutEngine`. Tied weights may be sent under any or all of their names. Values are
@@ -280,7 +285,7 @@ def cache_bytes_per_token(config: PretrainedConfig, dtype: torch.dtype) -> int:
     return int(config.num_hidden_layers * width * dtype.itemsize)
 
 
-def _remove_tower(model: torch.nn.Module) -> None:
+def remove_tower(model: torch.nn.Module) -> None:
     """Drop what computes the features of images, whose weights are not synced: prompts have
     none."""
     for module in (model, getattr(model, "model", model)):

@@ -38,6 +38,11 @@ class WeightSlots:
         self._same_slot = {name: tied_names[s.data_ptr()] for name, s in self._slots.items()}
         self._kept: set[str] = set()  # names that updates may leave out
 
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The weights by checkpoint name; views of the model's."""
+        return dict(self._slots)
+
     def keep(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Load weights that updates may leave out because they do not change, e.g. of a frozen
         vision tower. Names that the model does not have are ignored."""

@@ -1,0 +1,449 @@
+"""Finds why a layer computes something else than the reference's, by intervention: the reference's
+layer is changed in one respect after the other, and the change that makes it compute what was
+observed is the cause."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slime_like.certify.layered import Call, States, parts_of, run_layer
+
+EPSILONS = tuple(10.0**e for e in range(-12, 1))
+BASES = (1e2, 5e2, 1e3, 5e3, 1e4, 2e4, 5e4, 1e5, 1.5e5, 2.5e5, 5e5, 1e6, 2e6, 5e6, 8e6, 1e7)
+FACTORS = (0.03, 0.06, 0.12, 0.25, 0.5, 0.7, 0.9, 1.1, 1.4, 2.0, 3.0, 4.0, 8.0, 16.0, 32.0)
+REFINEMENTS = 40  # steps of the golden section
+ACTIVATIONS = {
+    "silu": torch.nn.SiLU(),
+    "gelu": torch.nn.GELU(),
+    "gelu with tanh": torch.nn.GELU(approximate="tanh"),
+    "relu": torch.nn.ReLU(),
+}
+LOWER = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class Rotary:
+    """Another rotary embedding, in terms of the reference's angles per position."""
+
+    base: float | None = None  # of plain frequencies base ** (-2 i / d)
+    factor: float = 1.0  # on all angles
+    interleaved: bool = False
+    scale: float = 1.0  # on cosines and sines
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One respect in which the reference's layer is changed."""
+
+    cause: str
+    text: str
+    attributes: tuple[tuple[Any, str, Any], ...] = ()  # of modules
+    tensors: tuple[tuple[Tensor, Tensor], ...] = ()  # and what is written into them
+    rotary: Rotary | None = None
+    window: int | None = None  # keys that a query sees, itself included; 0: all before it
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """Why a layer differs."""
+
+    cause: str
+    evidence: str
+
+
+@contextmanager
+def changed(change: Change) -> Iterator[None]:
+    """Apply what is changed in modules, and undo it."""
+    before = [(module, name, getattr(module, name)) for module, name, _ in change.attributes]
+    saved = [(tensor, tensor.clone()) for tensor, _ in change.tensors]
+    try:
+        for module, name, value in change.attributes:
+            setattr(module, name, value)
+        for tensor, value in change.tensors:
+            tensor.copy_(value)
+        yield
+    finally:
+        for module, name, value in before:
+            setattr(module, name, value)
+        for tensor, value in saved:
+            tensor.copy_(value)
+
+
+def changed_call(call: Call, change: Change) -> Call:
+    """The call with other rotary embeddings or another mask."""
+    keywords = dict(call.keywords)
+    if change.rotary is not None:
+        keywords["position_embeddings"] = rotated(keywords["position_embeddings"], change.rotary)
+    if change.window is not None:
+        length = call.hidden.size(1)
+        distance = torch.arange(length)[:, None] - torch.arange(length)
+        hidden = (distance < 0) | ((distance >= change.window) if change.window else False)
+        mask = call.hidden.new_zeros(1, 1, length, length)
+        mask = mask.masked_fill(hidden.to(mask.device), torch.finfo(mask.dtype).min)
+        keywords["attention_mask"] = mask
+    return replace(call, keywords=keywords)
+
+
+def angles(embeddings: object) -> Tensor | None:
+    """Angles per position [d / 2] of rotary embeddings (cosines, sines) of halves, [1, L, d] each;
+    None if these are something else."""
+    if not isinstance(embeddings, tuple) or len(embeddings) != 2:
+        return None
+    cosines, sines = embeddings
+    if cosines.dim() != 3 or cosines.size(1) < 2:
+        return None
+    half = cosines.size(-1) // 2
+    if not torch.equal(cosines[..., :half], cosines[..., half:]):
+        return None
+    return torch.atan2(sines[0, 1, :half], cosines[0, 1, :half])
+
+
+def base_of(frequencies: Tensor) -> float:
+    """The base of which these are the plain frequencies, by the second of them."""
+    size = 2 * frequencies.numel()
+    return float(frequencies[1]) ** (-size / 2) if size > 2 else math.nan
+
+
+def rotated(embeddings: tuple[Tensor, Tensor], change: Rotary) -> tuple[Tensor, Tensor]:
+    cosines, sines = embeddings
+    frequencies = angles(embeddings)
+    assert frequencies is not None
+    amplitude = torch.hypot(cosines[0, 0, 0], sines[0, 0, 0]) * change.scale
+    if change.base is not None:
+        steps = torch.arange(frequencies.numel(), dtype=frequencies.dtype)
+        frequencies = change.base ** (-steps / frequencies.numel())
+    turned = torch.arange(cosines.size(1))[:, None] * (frequencies.cpu() * change.factor)
+    both = torch.cat([turned, turned], dim=-1)
+    if change.interleaved:
+        both = turned.repeat_interleave(2, dim=-1)
+    both = both.to(cosines)[None]
+    return amplitude * both.cos(), amplitude * both.sin()
+
+
+class LayerCauses:
+    """Looks for the cause of one layer's difference.
+
+    Args:
+        layer: The reference's, in float64.
+        calls: Its calls.
+        site: "layers.3".
+        observed: The states of the layer that differ.
+        limits: The largest difference by site that is rounding.
+        differing: The first part that differs, or "" for the layer as a whole.
+        gap: Difference of two sites by token, [N].
+    """
+
+    def __init__(
+        self,
+        layer: torch.nn.Module,
+        calls: Sequence[Call],
+        site: str,
+        observed: States,
+        limits: Mapping[str, float],
+        differing: str,
+        gap: Callable[[Tensor, Tensor], Tensor],
+    ) -> None:
+        self._layer = layer
+        self._calls = calls
+        self._site = site
+        self._observed = observed
+        self._limits = limits
+        self._part = differing
+        self._target = f"{site}.{differing}" if differing else site
+        self._gap = gap
+        self._expected = run_layer(layer, calls, site)
+
+    @torch.no_grad()
+    def states(self, change: Change) -> dict[str, Tensor]:
+        with changed(change):
+            calls = [changed_call(call, change) for call in self._calls]
+            return run_layer(self._layer, calls, self._site)
+
+    def explains(self, change: Change) -> bool:
+        """Whether the changed layer computes what was observed, at all sites."""
+        states = self.states(change)
+        sites = [site for site in states if site in self._observed and site in self._limits]
+        return all(
+            float(self._gap(self._observed[site], states[site]).quantile(0.9))
+            <= 3 * self._limits[site]
+            for site in sites
+        )
+
+    def _error(self, change: Change) -> float:
+        found = self.states(change)[self._target]
+        return float((found - self._observed[self._target].to(found)).norm())
+
+    def find(self) -> Cause | None:
+        """The change that explains the difference, in the order of what is likely."""
+        for change in self._candidates():
+            if self.explains(change):
+                return Cause(change.cause, change.text)
+        return self._constant_factor() or self._lower_precision()
+
+    def _candidates(self) -> Iterator[Change]:
+        before_attention = self._part in ("norm", "attention", "")
+        yield from self._epsilons()
+        if self._part in ("norm", "mlp_norm"):
+            yield from self._offsets()
+        if before_attention:
+            yield from self._windows()
+            yield from self._sinks()
+            yield from self._softmax_scales()
+            yield from self._rotaries()
+        if self._part in ("router", "mlp", ""):
+            yield from self._routers()
+            yield from self._activations()
+
+    def _fit(self, make: Callable[[float], Change], grid: Sequence[float]) -> Change:
+        """The change of one positive number that comes nearest: the best of a grid, then a golden
+        section of the logarithm between its neighbours."""
+        errors = [self._error(make(value)) for value in grid]
+        best = errors.index(min(errors))
+        low = math.log(grid[max(0, best - 1)])
+        high = math.log(grid[min(len(grid) - 1, best + 1)])
+        ratio = (math.sqrt(5) - 1) / 2
+        left = high - ratio * (high - low)
+        right = low + ratio * (high - low)
+        at_left = self._error(make(math.exp(left)))
+        at_right = self._error(make(math.exp(right)))
+        for _ in range(REFINEMENTS):
+            if at_left < at_right:
+                high = right
+                right = left
+                at_right = at_left
+                left = high - ratio * (high - low)
+                at_left = self._error(make(math.exp(left)))
+            else:
+                low = left
+                left = right
+                at_left = at_right
+                right = low + ratio * (high - low)
+                at_right = self._error(make(math.exp(right)))
+        value = math.exp((low + high) / 2)
+        return make(min((value, grid[best]), key=lambda v: self._error(make(v))))
+
+    def _attributes(self, *names: str) -> list[tuple[str, torch.nn.Module, str]]:
+        """Modules of the layer with one of these attributes that is a number, with their names."""
+        found = []
+        for path, module in self._layer.named_modules():
+            for name in names:
+                if isinstance(getattr(module, name, None), int | float):
+                    found.append((path, module, name))
+        return found
+
+    def _epsilons(self) -> Iterator[Change]:
+        norms = self._attributes("variance_epsilon", "eps")
+        inside = {"norm": "norm", "mlp_norm": "mlp_norm"}.get(self._part)
+        parts = parts_of(self._layer)
+        groups = [norms, *([norm] for norm in norms)]
+        if inside is not None:
+            groups = [[norm] for norm in norms if norm[1] is parts[inside]]
+        for group in groups:
+            if not group:
+                continue
+            old = getattr(group[0][1], group[0][2])
+            name = group[0][0] if len(group) == 1 else "all norms"
+
+            def make(value: float, group: Any = group, name: str = name, old: Any = old) -> Change:
+                attributes = tuple((module, attribute, value) for _, module, attribute in group)
+                text = f"the epsilon of {name} is {value:.3g}, the reference's {old:.3g}"
+                return Change("norm epsilon", text, attributes=attributes)
+
+            yield self._fit(make, EPSILONS)
+
+    def _offsets(self) -> Iterator[Change]:
+        norm = parts_of(self._layer)[self._part]
+        weight: Any = norm.weight
+        for offset, text in ((1.0, "1 more"), (-1.0, "1 less")):
+            yield Change(
+                "norm around zero or one",
+                f"the weight of the norm counts as {text} than the reference's",
+                tensors=((weight.data, weight.data + offset),),
+            )
+
+    def _windows(self) -> Iterator[Change]:
+        if not isinstance(self._calls[0].keywords.get("attention_mask"), Tensor):
+            return
+        mask = self._calls[0].keywords["attention_mask"][0, 0]
+        seen = int((mask[-1] >= 0).sum()) if mask.dtype != torch.bool else int(mask[-1].sum())
+        has = "the window" if seen < mask.size(-1) else "no window"
+        first = self.first_position()
+        if seen < mask.size(-1):
+            yield Change("attention window", f"no window, the reference has {seen} keys", window=0)
+        for width in sorted({max(1, first + step) for step in (-1, 0, 1)}):
+            text = f"a window of {width} keys, the reference has {has}"
+            if seen < mask.size(-1):
+                text = f"a window of {width} keys, the reference's has {seen}"
+            yield Change("attention window", text, window=width)
+
+    def first_position(self) -> int:
+        """The first position of a sequence at which the part differs."""
+        gaps = self._gap(self._observed[self._target], self._expected[self._target])
+        lengths = [call.hidden.size(1) for call in self._calls]
+        limit = self._limits[self._target]
+        first = [
+            int((part > limit).nonzero()[0])
+            for part in gaps.split(lengths)
+            if bool((part > limit).any())
+        ]
+        return min(first, default=0)
+
+    def _sinks(self) -> Iterator[Change]:
+        for path, module in self._layer.named_modules():
+            sinks = getattr(module, "sinks", None)
+            if isinstance(sinks, Tensor):
+                for value, text in ((-1e30, "no sink"), (0.0, "a sink of logit 0")):
+                    filled = torch.full_like(sinks.data, value)
+                    text = f"{text} in {path}, where the reference has {float(sinks.mean()):.3g}"
+                    yield Change("attention sink", text, tensors=((sinks.data, filled),))
+
+    def _softmax_scales(self) -> Iterator[Change]:
+        for path, module, name in self._attributes("scaling", "softmax_scale"):
+            old = getattr(module, name)
+
+            def make(factor: float, module: Any = module, name: str = name, old: Any = old,
+                     path: str = path) -> Change:  # fmt: skip
+                text = f"the softmax scale of {path} is {factor * old:.6g}, the reference's {old:g}"
+                return Change("softmax scale", text, attributes=((module, name, factor * old),))
+
+            yield self._fit(make, FACTORS)
+
+    def _rotaries(self) -> Iterator[Change]:
+        frequencies = angles(self._calls[0].keywords.get("position_embeddings"))
+        if frequencies is None:
+            return
+        own = base_of(frequencies)
+
+        def with_base(base: float) -> Change:
+            text = f"the rope base is {base:.6g}, the reference's {own:.6g}"
+            return Change("rope base", text, rotary=Rotary(base=base))
+
+        def with_factor(factor: float) -> Change:
+            text = f"all rope angles are {factor:.6g} times the reference's"
+            return Change("rope scaling", text, rotary=Rotary(factor=factor))
+
+        yield self._fit(with_base, BASES)
+        yield self._fit(with_factor, FACTORS)
+        none = "there is no rope, which the reference has"
+        yield Change("rope", none, rotary=Rotary(factor=0.0))
+        pairs = "rope turns neighbouring pairs, the reference halves"
+        yield Change("rope layout", pairs, rotary=Rotary(interleaved=True))
+
+    def _routers(self) -> Iterator[Change]:
+        for path, module, name in self._attributes("norm_topk_prob"):
+            old = bool(getattr(module, name))
+            text = f"{name} of {path} is {not old}, the reference's {old}"
+            yield Change("router normalisation", text, attributes=((module, name, not old),))
+        for path, module, name in self._attributes("top_k"):
+            old = int(getattr(module, name))
+            for value in (old - 1, old + 1):
+                if value > 0:
+                    text = f"{value} experts are chosen in {path}, the reference's {old}"
+                    yield Change("router top-k", text, attributes=((module, name, value),))
+        for path, module in self._layer.named_modules():
+            bias = getattr(module, "e_score_correction_bias", None)
+            if isinstance(bias, Tensor):
+                text = f"the expert bias of {path} is not used"
+                change = ((bias.data, torch.zeros_like(bias.data)),)
+                yield Change("dropped buffer", text, tensors=change)
+
+    def _activations(self) -> Iterator[Change]:
+        modules = [m for m in self._layer.modules() if hasattr(m, "act_fn")]
+        for name, function in ACTIVATIONS.items():
+            attributes = tuple((module, "act_fn", function) for module in modules)
+            if attributes:
+                text = f"the activation is {name}"
+                yield Change("activation function", text, attributes=attributes)
+
+    def _constant_factor(self) -> Cause | None:
+        """The first differing part is a multiple of the reference's."""
+        found = self._observed[self._target].double()
+        expected = self._expected[self._target].double()
+        factor = float((found * expected).sum() / expected.square().sum().clamp(min=1e-60))
+        gap = self._gap(found, factor * expected)
+        if abs(factor) < 1e-12 or float(gap.quantile(0.9)) > 3 * self._limits[self._target]:
+            return None
+        return Cause("wrong scale", f"the output is {factor:.6g} times the reference's")
+
+    def _lower_precision(self) -> Cause | None:
+        """The difference is as large as what the layer's own rounding in a lower precision is."""
+        gaps = self._gap(self._observed[self._target], self._expected[self._target])
+        size = float(gaps.median())
+        for dtype in LOWER:
+            lower = copy.deepcopy(self._layer).to(dtype)
+            calls = [cast_call(call, dtype) for call in self._calls]
+            with torch.no_grad():
+                states = run_layer(lower, calls, self._site)
+            rounding = float(self._gap(states[self._target], self._expected[self._target]).median())
+            if rounding > self._limits[self._target] and 1 / 8 < size / rounding < 4:
+                kind = "router dtype" if self._part == "router" else "dtype"
+                name = str(dtype).removeprefix("torch.")
+                return Cause(
+                    kind,
+                    f"the difference is {size:.3g}, and the rounding of this part in {name} "
+                    f"{rounding:.3g}",
+                )
+        return None
+
+
+def cast_call(call: Call, dtype: torch.dtype) -> Call:
+    """The call with all floating-point tensors in this dtype."""
+
+    def cast(value: Any) -> Any:
+        if isinstance(value, Tensor) and value.is_floating_point():
+            return value.to(dtype)
+        return tuple(cast(part) for part in value) if isinstance(value, tuple) else value
+
+    keywords = {name: cast(value) for name, value in call.keywords.items()}
+    return Call(cast(call.hidden), cast(call.rest), keywords)
+
+
+def router_cause(observed: Tensor, expected: Tensor, limit: float) -> Cause | None:
+    """Why the weights of experts [N, E] differ, by the numbers themselves.
+
+    Args:
+        limit: Of the relative difference of a row.
+    """
+    found = observed.double()
+    right = expected.double()
+    counts = ((found != 0).sum(dim=1).float().mean(), (right != 0).sum(dim=1).float().mean())
+    if abs(float(counts[0] - counts[1])) > 0.05:
+        text = f"{float(counts[0]):.3g} experts have a weight, the reference's {float(counts[1]):g}"
+        return Cause("router top-k", text)
+    same = ((found != 0) == (right != 0)).all(dim=1)
+    sums = found.sum(dim=1), right.sum(dim=1)
+    if float(same.double().mean()) > 0.5:
+        a, b = found[same], right[same]
+        if _near(a, b, 3 * limit):
+            return None
+        if _near(a.sort(dim=1).values, b.sort(dim=1).values, 3 * limit):
+            text = "the chosen experts have each other's weights"
+            return Cause("router order", text)
+        for title, x, y in (
+            ("not normalised", a / a.sum(1, True), b),
+            ("normalised", a, b / b.sum(1, True)),
+        ):
+            ratio = (x / x.sum(1, True), y / y.sum(1, True))
+            if _near(*ratio, 3 * limit):
+                shares = (sums[0] / sums[1])[same]
+                spread = float(shares.std()) if shares.numel() > 1 else 0.0
+                if spread <= 10 * limit:
+                    text = f"the weights are {float(shares.mean()):.6g} times the reference's"
+                    return Cause("wrong scale", text)
+                means = [float(s[same].mean()) for s in sums]
+                text = f"they add up to {means[0]:.4g}, the reference's to {means[1]:.4g}"
+                return Cause("router normalisation", f"the weights are {title}: {text}")
+    return None
+
+
+def _near(a: Tensor, b: Tensor, limit: float) -> bool:
+    gap = (a - b).norm(dim=1) / b.norm(dim=1).clamp(min=1e-30)
+    return float(gap.quantile(0.9)) <= limit

@@ -1,0 +1,280 @@
+"""Certifies the trainer and the engine of a run."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import AutoConfig
+from transformers.initialization import no_init_weights
+
+from slime_like.certify.certificate import Certificate, write
+from slime_like.certify.compare import Examination, Finding, Reference
+from slime_like.certify.layered import LayeredModel
+from slime_like.certify.log_probs import LogProbGaps, compare_log_probs, sampled_tokens
+from slime_like.certify.weights import Fingerprints, fingerprints
+from slime_like.distributed.collectives import from_rank_zero
+from slime_like.engines.base import GenerateOutput, GenerateRequest, RolloutEngine, SamplingParams
+from slime_like.engines.local.engine import LocalEngine, remove_tower
+from slime_like.engines.local.weight_loader import WeightSlots
+from slime_like.hf_class import class_for_text
+from slime_like.megatron.backend import MegatronBackend
+from slime_like.megatron.micro_batching import MicroBatchSize
+from slime_like.megatron.tracing import StateRecorder
+from slime_like.types import TrainSample
+
+SEQUENCES = 4
+LENGTH = 64  # of each, or more if the model has windows
+LONGEST = 512
+PROMPT_LENGTH = 24
+RESPONSE_LENGTH = 24
+PACKAGES = ("torch", "transformers", "megatron-core")
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class CertifierSettings:
+    """Settings of a run that certificates need."""
+
+    folder: str  # --hf-checkpoint
+    engine: str  # its name
+    outputs: tuple[Path, ...]  # folders of the certificates
+    seed: int
+    sampling: SamplingParams
+    trust_remote_code: bool = False
+
+
+class Certifier:
+    """Compares trainer, transformers and engine; every method is collective over all ranks."""
+
+    def __init__(
+        self, backend: MegatronBackend, engine: RolloutEngine | None, settings: CertifierSettings
+    ) -> None:
+        self._backend = backend
+        self._engine = engine
+        self._settings = settings
+        self._earlier: dict[str, Fingerprints] = {}  # of the versions that were certified
+        self._sequences = self._draw_sequences()
+
+    def _draw_sequences(self) -> list[Tensor]:
+        config = AutoConfig.from_pretrained(
+            self._settings.folder, trust_remote_code=self._settings.trust_remote_code
+        ).get_text_config()
+        window = getattr(config, "sliding_window", None) or 0
+        length = min(LONGEST, max(LENGTH, window + LENGTH // 4 if window < LONGEST else 0))
+        length = min(length, getattr(config, "max_position_embeddings", None) or length)
+        generator = torch.Generator().manual_seed(self._settings.seed)
+        vocabulary = self._backend.gpt.vocab_size or 2
+        return list(torch.randint(vocabulary, (SEQUENCES, length), generator=generator))
+
+    def run(self, rollout: int, weight_version: int, *, untrained: bool) -> Certificate:
+        """Compare, write the certificate and warn of what is found. Returns it on all ranks.
+
+        Args:
+            rollout: Finished rollouts.
+            untrained: The trainer has the weights of --hf-checkpoint, and the reference takes them
+                from there; otherwise it takes the trainer's.
+        """
+        states = self._trainer_states()
+        weights = self._trainer_weights()
+        outputs = self._engine_outputs()
+
+        def examine() -> Certificate:
+            found = self._examine(states, weights, outputs, untrained=untrained)
+            certificate = self._certificate(rollout, weight_version, weights, untrained, *found)
+            path = write(certificate, self._settings.outputs)
+            for finding in certificate.findings:
+                logger.warning(f"certificate {path}: {finding.text}")
+            if certificate.holds:
+                logger.info(f"certificate {path}: trainer, transformers and engine agree")
+            return replace(certificate, weights={})
+
+        return from_rank_zero(examine)
+
+    def _trainer_states(self) -> dict[str, Tensor]:
+        """On rank 0, the trainer's states of all sequences."""
+        backend = self._backend
+        layout = backend.policy.layout
+        samples = []
+        for tokens in self._sequences:
+            ones = torch.ones(tokens.numel() - 1)
+            samples.append(TrainSample(tokens, tokens.numel() - 1, ones.bool(), ones))
+        repeats = layout.pp_size * layout.vp_size  # the interleaved schedule takes multiples of it
+        recorder = StateRecorder(replace(backend.head, temperature=1.0))
+        out = backend.policy.trace(samples * repeats, recorder, MicroBatchSize(1, None))
+        own = {}
+        if (layout.dp_rank, layout.tp_rank, layout.cp_rank) == (0, 0, 0):
+            own = {site: torch.cat(rows[: len(samples)]) for site, rows in out.states.items()}
+        everything: list[dict[str, Tensor]] | None = None
+        if dist.get_rank() == 0:
+            everything = [{} for _ in range(dist.get_world_size())]
+        dist.gather_object(own, everything)
+        merged: dict[str, Tensor] = {}
+        for part in everything or ():
+            merged |= part
+        return merged
+
+    def _trainer_weights(self) -> dict[str, Tensor]:
+        """On rank 0, the trainer's weights on the host."""
+        weights = {}
+        for name, tensor in self._backend.export_weights():
+            if dist.get_rank() == 0:
+                weights[name] = tensor.detach().to("cpu", copy=True)
+        return weights
+
+    def _engine_outputs(self) -> list[tuple[str, list[GenerateRequest], list[GenerateOutput]]]:
+        """On rank 0, what the engine, or each server, samples for a few prompts."""
+        if self._engine is None:
+            return []
+        requests = [
+            GenerateRequest(-1 - i, tuple(tokens[:PROMPT_LENGTH].tolist()), seed=i)
+            for i, tokens in enumerate(self._sequences)
+        ]
+        engine = self._engine
+        sampling = replace(self._settings.sampling, max_new_tokens=RESPONSE_LENGTH)
+
+        def ask() -> list[tuple[str, list[GenerateRequest], list[GenerateOutput]]]:
+            if engine.is_remote:
+                return [(url, requests, list(o)) for url, o in engine.probe(requests, sampling)]
+            return [("engine", requests, engine.generate(requests, sampling))]
+
+        return from_rank_zero(ask)
+
+    def _examine(
+        self,
+        states: Mapping[str, Tensor],
+        weights: Mapping[str, Tensor],
+        outputs: Sequence[tuple[str, list[GenerateRequest], list[GenerateOutput]]],
+        *,
+        untrained: bool,
+    ) -> tuple[Mapping[str, Examination], Mapping[str, LogProbGaps]]:
+        dtype = self._backend.transformer.params_dtype
+        settings = self._settings
+        base = None
+        if untrained:
+            exact = file_model(settings.folder, torch.float64, settings.trust_remote_code)
+            rounded = file_model(settings.folder, dtype, settings.trust_remote_code)
+        else:
+            exact = synced_model(settings, weights, torch.float64)
+            rounded = synced_model(settings, weights, dtype)
+            base = file_model(settings.folder, dtype, settings.trust_remote_code).weights()
+        reference = Reference(exact, rounded, self._sequences, states, self._earlier, base)
+        found = {"trainer": reference.examine("trainer", states, as_slots(rounded, weights))}
+        if isinstance(self._engine, LocalEngine):
+            engine = LayeredModel(self._engine.model)
+            own = engine.run(self._sequences, states)
+            found["engine"] = reference.examine("engine", own, engine.weights())
+        log_probs = {}
+        for name, requests, answers in outputs:
+            log_probs[name] = compare_log_probs(
+                name,
+                sampled_tokens(exact, requests, answers),
+                sampled_tokens(rounded, requests, answers),
+                settings.sampling.temperature,
+            )
+        return found, log_probs
+
+    def _certificate(
+        self,
+        rollout: int,
+        weight_version: int,
+        weights: Mapping[str, Tensor],
+        untrained: bool,
+        found: Mapping[str, Examination],
+        log_probs: Mapping[str, LogProbGaps],
+    ) -> Certificate:
+        sites: dict[str, dict[str, list[float]]] = {}
+        findings: list[Finding] = []
+        for name, examination in found.items():
+            findings += examination.findings
+            for site, gaps in examination.gaps.items():
+                sites.setdefault(site, {})[name] = [gaps.largest, gaps.limit]
+        rows = {}
+        for name, gap in log_probs.items():
+            rows[name] = {
+                "largest": gap.largest,
+                "limit": gap.limit,
+                "by_depth": gap.by_depth,
+                "by_position": gap.by_position,
+            }
+            # what a layer's finding explains is not told again
+            if not any(finding.subject == name for finding in findings):
+                findings += gap.findings
+        self._earlier[f"weight version {weight_version}"] = fingerprints(weights)
+        return Certificate(
+            rollout,
+            weight_version,
+            {package: version(package) for package in PACKAGES},
+            self._settings.folder,
+            self._backend.policy.layout.describe(),
+            str(self._backend.transformer.params_dtype).removeprefix("torch."),
+            self._settings.engine,
+            self._settings.folder if untrained else "the trainer's weights",
+            sum(tokens.numel() for tokens in self._sequences),
+            sites,
+            rows,
+            findings,
+            {name: digest(tensor) for name, tensor in weights.items()},
+        )
+
+
+def digest(tensor: Tensor) -> str:
+    raw = tensor.contiguous().flatten().view(torch.uint8).numpy()
+    return hashlib.sha256(raw.tobytes()).hexdigest()
+
+
+def as_slots(model: LayeredModel, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The weights under the names of the model's."""
+    known = WeightSlots(model.model).tensors
+    short = {n: n.replace("model.language_model.", "model.", 1) for n in weights}
+    return {n if n in known else short[n]: weight for n, weight in weights.items()}
+
+
+def file_model(folder: str, dtype: torch.dtype, trust_remote_code: bool) -> LayeredModel:
+    """transformers' model with the weights of a folder, as transformers reads it."""
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    plain: dict[str, Any] = {
+        "attn_implementation": "eager",
+        "experts_implementation": "eager",
+        "trust_remote_code": trust_remote_code,
+    }
+    model = class_for_text(config).from_pretrained(folder, dtype=dtype, **plain)
+    remove_tower(model)
+    return LayeredModel(model.requires_grad_(False))
+
+
+def synced_model(
+    settings: CertifierSettings, weights: Mapping[str, Tensor], dtype: torch.dtype
+) -> LayeredModel:
+    """transformers' model of the folder with these weights."""
+    config = AutoConfig.from_pretrained(
+        settings.folder, trust_remote_code=settings.trust_remote_code
+    )
+    if hasattr(config, "quantization_config"):
+        config = copy.copy(config)
+        del config.quantization_config
+    if "lm_head.weight" in weights:
+        config.tie_word_embeddings = False
+    with no_init_weights():
+        model = class_for_text(config).from_config(
+            config,
+            dtype=dtype,
+            attn_implementation="eager",
+            experts_implementation="eager",
+            trust_remote_code=settings.trust_remote_code,
+        )
+    remove_tower(model)
+    model.tie_weights()
+    model.requires_grad_(False)
+    WeightSlots(model).load(weights.items())
+    return LayeredModel(model)
