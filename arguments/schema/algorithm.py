@@ -334,10 +334,34 @@ class AlgorithmConfig(CheckedSettings):
         return self.pair_loss is not None and "ref_log_probs" in self.pair_loss.needs
 
 
+# of what certificates cannot compare
+CERTIFIES_NO = (
+    "multimodal_keys, whose images certificates do not have",
+    "@reward_model",
+    "custom_model_provider_path, whose model transformers does not have",
+)
+
+
 @dataclass(frozen=True, slots=True)
 class GuardConfig(CheckedSettings):
     """Numeric guards, checked in every run, and their limits."""
 
+    certify: bool = arg(
+        False,
+        "Compare trainer, transformers in float64 and the engine layer by layer on the same "
+        "tokens, write the certificate and end; the exit status is 1 if they differ. `slime-like "
+        "certify` sets it.",
+        needs="hf_checkpoint",
+        excludes=CERTIFIES_NO,
+    )
+    certify_interval: int | None = arg(
+        None,
+        "Do so before the first rollout and then every this many rollouts, and warn of what is "
+        "found. Rank 0 holds the model two or three more times meanwhile, once in float64.",
+        legal=AT_LEAST_ONE,
+        needs="hf_checkpoint",
+        excludes=("certify", *CERTIFIES_NO),
+    )
     max_train_rollout_diff: float | None = arg(
         None,
         "Limit of the absolute log-prob difference between trainer and rollout engine, for its "

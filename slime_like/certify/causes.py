@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -128,6 +129,36 @@ def rotated(embeddings: tuple[Tensor, Tensor], change: Rotary) -> tuple[Tensor, 
     return amplitude * both.cos(), amplitude * both.sin()
 
 
+# a module's path in the layer, the module, and the name of its attribute that is a number
+Number = tuple[str, torch.nn.Module, str]
+
+
+def epsilon_change(norms: Sequence[Number], value: float) -> Change:
+    """All of these norms have this epsilon."""
+    path, module, name = norms[0]
+    who = path if len(norms) == 1 else "all norms"
+    text = f"the epsilon of {who} is {value:.3g}, the reference's {getattr(module, name):.3g}"
+    attributes = tuple((module, name, value) for _, module, name in norms)
+    return Change("norm epsilon", text, attributes=attributes)
+
+
+def scale_change(found: Number, factor: float) -> Change:
+    path, module, name = found
+    old = getattr(module, name)
+    text = f"the softmax scale of {path} is {factor * old:.6g}, the reference's {old:.6g}"
+    return Change("softmax scale", text, attributes=((module, name, factor * old),))
+
+
+def base_change(own: float, base: float) -> Change:
+    text = f"the rope base is {base:.6g}, the reference's {own:.6g}"
+    return Change("rope base", text, rotary=Rotary(base=base))
+
+
+def factor_change(factor: float) -> Change:
+    text = f"all rope angles are {factor:.6g} times the reference's"
+    return Change("rope scaling", text, rotary=Rotary(factor=factor))
+
+
 class LayerCauses:
     """Looks for the cause of one layer's difference.
 
@@ -230,7 +261,7 @@ class LayerCauses:
         value = math.exp((low + high) / 2)
         return make(min((value, grid[best]), key=lambda v: self._error(make(v))))
 
-    def _attributes(self, *names: str) -> list[tuple[str, torch.nn.Module, str]]:
+    def _attributes(self, *names: str) -> list[Number]:
         """Modules of the layer with one of these attributes that is a number, with their names."""
         found = []
         for path, module in self._layer.named_modules():
@@ -249,15 +280,7 @@ class LayerCauses:
         for group in groups:
             if not group:
                 continue
-            old = getattr(group[0][1], group[0][2])
-            name = group[0][0] if len(group) == 1 else "all norms"
-
-            def make(value: float, group: Any = group, name: str = name, old: Any = old) -> Change:
-                attributes = tuple((module, attribute, value) for _, module, attribute in group)
-                text = f"the epsilon of {name} is {value:.3g}, the reference's {old:.3g}"
-                return Change("norm epsilon", text, attributes=attributes)
-
-            yield self._fit(make, EPSILONS)
+            yield self._fit(partial(epsilon_change, group), EPSILONS)
 
     def _offsets(self) -> Iterator[Change]:
         norm = parts_of(self._layer)[self._part]
@@ -306,32 +329,15 @@ class LayerCauses:
                     yield Change("attention sink", text, tensors=((sinks.data, filled),))
 
     def _softmax_scales(self) -> Iterator[Change]:
-        for path, module, name in self._attributes("scaling", "softmax_scale"):
-            old = getattr(module, name)
-
-            def make(factor: float, module: Any = module, name: str = name, old: Any = old,
-                     path: str = path) -> Change:  # fmt: skip
-                text = f"the softmax scale of {path} is {factor * old:.6g}, the reference's {old:g}"
-                return Change("softmax scale", text, attributes=((module, name, factor * old),))
-
-            yield self._fit(make, FACTORS)
+        for found in self._attributes("scaling", "softmax_scale"):
+            yield self._fit(partial(scale_change, found), FACTORS)
 
     def _rotaries(self) -> Iterator[Change]:
         frequencies = angles(self._calls[0].keywords.get("position_embeddings"))
         if frequencies is None:
             return
-        own = base_of(frequencies)
-
-        def with_base(base: float) -> Change:
-            text = f"the rope base is {base:.6g}, the reference's {own:.6g}"
-            return Change("rope base", text, rotary=Rotary(base=base))
-
-        def with_factor(factor: float) -> Change:
-            text = f"all rope angles are {factor:.6g} times the reference's"
-            return Change("rope scaling", text, rotary=Rotary(factor=factor))
-
-        yield self._fit(with_base, BASES)
-        yield self._fit(with_factor, FACTORS)
+        yield self._fit(partial(base_change, base_of(frequencies)), BASES)
+        yield self._fit(factor_change, FACTORS)
         none = "there is no rope, which the reference has"
         yield Change("rope", none, rotary=Rotary(factor=0.0))
         pairs = "rope turns neighbouring pairs, the reference halves"
@@ -343,10 +349,10 @@ class LayerCauses:
             text = f"{name} of {path} is {not old}, the reference's {old}"
             yield Change("router normalisation", text, attributes=((module, name, not old),))
         for path, module, name in self._attributes("top_k"):
-            old = int(getattr(module, name))
-            for value in (old - 1, old + 1):
+            chosen = int(getattr(module, name))
+            for value in (chosen - 1, chosen + 1):
                 if value > 0:
-                    text = f"{value} experts are chosen in {path}, the reference's {old}"
+                    text = f"{value} experts are chosen in {path}, the reference's {chosen}"
                     yield Change("router top-k", text, attributes=((module, name, value),))
         for path, module in self._layer.named_modules():
             bias = getattr(module, "e_score_correction_bias", None)

@@ -13,7 +13,7 @@ from typing import Any
 
 from slime_like.certify.compare import Finding
 
-FOLDER = "certificates"
+FOLDER = "certificates"  # in the output folder, where the report looks, and in --save
 KEY_VARIABLE = "SLIME_LIKE_CERTIFY_KEY"  # if set, certificates have an HMAC with it, too
 FORMAT = 1
 
@@ -41,6 +41,17 @@ class Certificate:
     @property
     def holds(self) -> bool:
         return not self.findings
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """For the metrics of a run."""
+        shares = {
+            f"certificate/{name}_difference": max(
+                gaps[name][0] / gaps[name][1] for gaps in self.sites.values() if name in gaps
+            )
+            for name in {name for gaps in self.sites.values() for name in gaps}
+        }
+        return {"certificate/findings": float(len(self.findings)), **shares}
 
     def to_json(self) -> dict[str, Any]:
         data = asdict(self)

@@ -3,7 +3,7 @@ first differing layer, position and expert with the cause."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -44,7 +44,9 @@ class Finding:
             where.append(f"from position {self.position}")
         if self.expert is not None:
             where.append(f"expert {self.expert}")
-        size = "" if self.gap is None else f" (difference {self.gap:.3g}, rounding {self.limit:.3g})"
+        size = (
+            "" if self.gap is None else f" (difference {self.gap:.3g}, rounding {self.limit:.3g})"
+        )
         return f"{self.subject}: {', '.join(where)}: {self.cause}: {self.evidence}{size}"
 
 
@@ -152,9 +154,8 @@ class Reference:
             gap = self._gap(site, values)
             if site.endswith(".router"):
                 tied = self._tied(values, expected)
-            elif site.endswith((".mlp",)) or site.count(".") == 1:
-                if tied is not None:
-                    gap = gap.masked_fill(tied, 0.0)
+            elif tied is not None:  # what follows a router in its layer
+                gap = gap.masked_fill(tied, 0.0)
             if site.count(".") == 1:
                 tied = None
             found[site] = Gaps(gap, self.limits[site])
@@ -245,9 +246,7 @@ class Reference:
         calls = self.exact.calls(self.sequences, self.inputs, layer)
         own = {name: states[name] for name in gaps if f"{name}.".startswith(f"{site}.")}
         limits = {name: gaps[name].limit for name in own}
-        search = LayerCauses(
-            self.exact.layers[layer], calls, site, own, limits, part, relative_gap
-        )
+        search = LayerCauses(self.exact.layers[layer], calls, site, own, limits, part, relative_gap)
         if (found := search.find()) is not None:
             return found
         return Cause("unknown", self._profile(gaps[first]))
@@ -264,9 +263,7 @@ class Reference:
         gap = gaps[site]
         position = self._first_position(gap)
         words = {"embedding": ("embed",), "norm": ("norm",), "logits": ("lm_head", "embed")}[site]
-        own = [
-            d for d in by_layer.get(None, ()) if any(word in d.name for word in words)
-        ]
+        own = [d for d in by_layer.get(None, ()) if any(word in d.name for word in words)]
         if own:
             return self._of_weights(subject, site, None, site, own, gap, position)
         cause = self._scale(site, states[site], gap)
@@ -299,8 +296,8 @@ class Reference:
         before = self.inputs[f"layers.{len(self.exact.layers) - 1}"].double()
         expected = self.states["norm"].double()
         ratio = (values.double() * expected).sum(1) / expected.square().sum(1).clamp(min=1e-60)
-        own = getattr(self.exact.final_norm, "variance_epsilon", None)
-        own = getattr(self.exact.final_norm, "eps", 0.0) if own is None else own
+        norm = self.exact.final_norm
+        own = float(getattr(norm, "variance_epsilon", getattr(norm, "eps", 0.0)))
         squares = before.square().mean(dim=1)
         epsilons = (squares + own) / ratio.square() - squares
         epsilon = float(epsilons.median())
@@ -419,5 +416,3 @@ def merged(findings: Sequence[Finding]) -> list[Finding]:
 
 def _without_numbers(finding: Finding) -> str:
     return finding.evidence if finding.cause == "swapped weights" else ""
-
-

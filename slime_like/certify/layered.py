@@ -59,13 +59,13 @@ def parts_of(layer: torch.nn.Module) -> dict[str, torch.nn.Module]:
 
 
 class LayeredModel:
-    """A causal language model; its weights are those of `slots`."""
+    """A causal language model of transformers."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        self.model: Any = model.eval()
-        self.body = self.model.get_decoder()
+    def __init__(self, model: Any) -> None:
+        self.model = model.eval()
+        self.body = model.get_decoder()
         self.layers: Sequence[torch.nn.Module] = list(self.body.layers)
-        self.head = self.model.get_output_embeddings()
+        self.head = model.get_output_embeddings()
         name = next((name for name in FINAL_NORMS if hasattr(self.body, name)), None)
         self.final_norm = None if name is None else getattr(self.body, name)
         self.dtype: torch.dtype = next(model.parameters()).dtype

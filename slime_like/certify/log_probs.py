@@ -1,5 +1,5 @@
 """Compares the log-probs that an engine reports for its tokens with the reference's, and says which
-sampling setting or which position explains a difference. It needs no layers of the engine, and so is
+sampling setting or which position explains a difference. It needs no layers of the engine: this is
 what can be said about a server."""
 
 from __future__ import annotations
@@ -152,7 +152,8 @@ def sampler_cause(sampled: SampledTokens, temperature: float, limit: float) -> C
     found = (low + high) / 2
     if abs(found / temperature - 1) > 1e-4 and _holds(sampled.expected(found), sampled, limit):
         return Cause(
-            "temperature", f"the log-probs are those of temperature {found:.4g}, not {temperature:g}"
+            "temperature",
+            f"the log-probs are those of temperature {found:.4g}, not {temperature:g}",
         )
     log_probs = (sampled.logits / temperature).log_softmax(-1)
     order = log_probs.sort(dim=-1, descending=True).values

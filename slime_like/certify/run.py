@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import transformers
 from torch import Tensor
 from transformers import AutoConfig
 from transformers.initialization import no_init_weights
@@ -27,6 +28,7 @@ from slime_like.engines.base import GenerateOutput, GenerateRequest, RolloutEngi
 from slime_like.engines.local.engine import LocalEngine, remove_tower
 from slime_like.engines.local.weight_loader import WeightSlots
 from slime_like.hf_class import class_for_text
+from slime_like.logs import warn_rank_0
 from slime_like.megatron.backend import MegatronBackend
 from slime_like.megatron.micro_batching import MicroBatchSize
 from slime_like.megatron.tracing import StateRecorder
@@ -77,24 +79,25 @@ class Certifier:
         vocabulary = self._backend.gpt.vocab_size or 2
         return list(torch.randint(vocabulary, (SEQUENCES, length), generator=generator))
 
-    def run(self, rollout: int, weight_version: int, *, untrained: bool) -> Certificate:
-        """Compare, write the certificate and warn of what is found. Returns it on all ranks.
+    def run(self, rollout: int, weight_version: int, source: str | None) -> Certificate:
+        """Compare, write the certificate and warn of what is found. Returns it on all ranks,
+        without the digests of weights.
 
         Args:
             rollout: Finished rollouts.
-            untrained: The trainer has the weights of --hf-checkpoint, and the reference takes them
-                from there; otherwise it takes the trainer's.
+            source: The Hugging Face model that the trainer has loaded and not trained, from which
+                the reference takes its weights; None: it takes the trainer's.
         """
         states = self._trainer_states()
         weights = self._trainer_weights()
         outputs = self._engine_outputs()
 
         def examine() -> Certificate:
-            found = self._examine(states, weights, outputs, untrained=untrained)
-            certificate = self._certificate(rollout, weight_version, weights, untrained, *found)
+            found = self._examine(states, weights, outputs, source)
+            certificate = self._certificate(rollout, weight_version, weights, source, *found)
             path = write(certificate, self._settings.outputs)
             for finding in certificate.findings:
-                logger.warning(f"certificate {path}: {finding.text}")
+                warn_rank_0(logger, f"certificate {path}: {finding.text}")
             if certificate.holds:
                 logger.info(f"certificate {path}: trainer, transformers and engine agree")
             return replace(certificate, weights={})
@@ -155,15 +158,14 @@ class Certifier:
         states: Mapping[str, Tensor],
         weights: Mapping[str, Tensor],
         outputs: Sequence[tuple[str, list[GenerateRequest], list[GenerateOutput]]],
-        *,
-        untrained: bool,
+        source: str | None,
     ) -> tuple[Mapping[str, Examination], Mapping[str, LogProbGaps]]:
         dtype = self._backend.transformer.params_dtype
         settings = self._settings
         base = None
-        if untrained:
-            exact = file_model(settings.folder, torch.float64, settings.trust_remote_code)
-            rounded = file_model(settings.folder, dtype, settings.trust_remote_code)
+        if source is not None:
+            exact = file_model(source, torch.float64, settings.trust_remote_code)
+            rounded = file_model(source, dtype, settings.trust_remote_code)
         else:
             exact = synced_model(settings, weights, torch.float64)
             rounded = synced_model(settings, weights, dtype)
@@ -189,7 +191,7 @@ class Certifier:
         rollout: int,
         weight_version: int,
         weights: Mapping[str, Tensor],
-        untrained: bool,
+        source: str | None,
         found: Mapping[str, Examination],
         log_probs: Mapping[str, LogProbGaps],
     ) -> Certificate:
@@ -219,7 +221,7 @@ class Certifier:
             self._backend.policy.layout.describe(),
             str(self._backend.transformer.params_dtype).removeprefix("torch."),
             self._settings.engine,
-            self._settings.folder if untrained else "the trainer's weights",
+            source or "the trainer's weights",
             sum(tokens.numel() for tokens in self._sequences),
             sites,
             rows,
@@ -242,6 +244,7 @@ def as_slots(model: LayeredModel, weights: Mapping[str, Tensor]) -> dict[str, Te
 
 def file_model(folder: str, dtype: torch.dtype, trust_remote_code: bool) -> LayeredModel:
     """transformers' model with the weights of a folder, as transformers reads it."""
+    transformers.utils.logging.disable_progress_bar()
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     plain: dict[str, Any] = {
         "attn_implementation": "eager",

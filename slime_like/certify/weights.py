@@ -1,5 +1,5 @@
-"""Says how a weight differs from the reference's: it is another's, transposed, scaled, of an earlier
-version, rounded, with an adapter, and so on. Every answer is checked with the numbers."""
+"""Says how a weight differs from the reference's: it is another's, transposed, scaled, of an
+earlier version, rounded, with an adapter, and so on. Every answer is checked with the numbers."""
 
 from __future__ import annotations
 
@@ -111,8 +111,8 @@ class WeightComparison:
         return found
 
     def _equal(self, tensor: Tensor, expected: Tensor) -> bool:
-        """Whether they are equal in the tensor's dtype; a vector, such as the bias of experts, keeps
-        its digits in every run."""
+        """Whether they are equal in the tensor's dtype; a vector, such as the bias of experts,
+        keeps its digits in every run."""
         if torch.equal(tensor, expected.to(tensor)):
             return True
         return tensor.dim() > 1 and torch.equal(tensor, expected.to(self._dtype).to(tensor))

@@ -35,6 +35,12 @@ COMMANDS: Mapping[str, Command] = {
     "preflight": Command(
         "train", "check without a GPU whether a job starts and fits in memory", ("--preflight",)
     ),
+    "certify": Command(
+        "train",
+        "compare trainer, transformers and engine layer by layer, and name what differs",
+        ("--certify",),
+        runs=True,
+    ),
     "translate": Command(
         "slime_like.cli.translate", "print a command line of slime, SkyRL or Hydra in our own flags"
     ),

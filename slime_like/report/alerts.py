@@ -196,6 +196,17 @@ def reward_hacking(run: Run) -> Iterator[Alert]:
                 yield Alert("warning", text, name, remedy)
 
 
+def certificates(run: Run) -> Iterator[Alert]:
+    """Differences that certificates name; over if the last certificate has none."""
+    last = run.certificates[-1] if run.certificates else None
+    for row in run.certificates:
+        for text in row["texts"][:3]:
+            remedy = f"certificates/{row['file']} has every layer's difference and its limit"
+            over = last is not None and last["holds"]
+            when = f"rollout {row['rollout']}: {text}"
+            yield Alert("warning", when, "certificate/findings", remedy, over)
+
+
 def _rise(points: list[tuple[int, float]]) -> float | None:
     """Change from the first to the last part of a curve; None for fewer than three points."""
     finite = [value for _, value in points if math.isfinite(value)]
@@ -213,4 +224,5 @@ RULES: tuple[Callable[[Run], Iterator[Alert]], ...] = (
     slow_ranks,
     slow_steps,
     reward_hacking,
+    certificates,
 )

@@ -43,6 +43,7 @@ def _live_run(run: Run, *, timeline: bool) -> dict[str, object]:
         "guards": guards(run),
         "stacks": run.stacks,
         "profile": run.profile,
+        "certificates": run.certificates,
         **curves(run),
     }
     return data | {"timeline": run.timeline} if timeline else data

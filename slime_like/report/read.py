@@ -23,6 +23,7 @@ ERROR_FILE = "error.txt"
 LOG_FILE = "run.log"
 # folders that the ranks write
 STACKS = "stacks"
+CERTIFICATES = "certificates"
 PROFILE = "profile"
 
 
@@ -41,6 +42,7 @@ class Run:
     # by rank, the end of the output of `slime-like dump`
     stacks: Mapping[int, str] = field(default_factory=dict)
     profile: tuple[str, ...] = ()  # names of traces and snapshots
+    certificates: tuple[Mapping[str, Any], ...] = ()  # of the run, the newest last
 
     def series(self, metric: str) -> list[tuple[int, float]]:
         return [(int(row["step"]), row[metric]) for row in self.rows if metric in row]
@@ -65,6 +67,7 @@ def read_run(folder: Path, name: str | None = None) -> Run:
         (*_lines(folder / ERROR_FILE), *_lines(folder / LOG_FILE)),
         _stacks(folder / STACKS),
         tuple(sorted(path.name for path in (folder / PROFILE).glob("*"))),
+        _certificates(folder / CERTIFICATES),
     )
 
 
@@ -72,7 +75,7 @@ def state_of(folder: Path) -> str:
     """Fingerprint that changes when a file that `read_run` reads has changed."""
     names = (FILE_NAME, "run.json", ERROR_FILE, LOG_FILE)
     paths = [folder / name for name in names]
-    for part in (TIMELINE, STACKS, PROFILE):
+    for part in (TIMELINE, STACKS, PROFILE, CERTIFICATES):
         paths += (folder / part).glob("*")
     states = []
     for path in paths:
@@ -132,6 +135,49 @@ def _timeline(folder: Path) -> dict[int, list[list[Any]]]:
         if rank.isdecimal() and rows:
             timeline[int(rank)] = rows
     return dict(sorted(timeline.items()))
+
+
+def _certificates(folder: Path) -> tuple[Mapping[str, Any], ...]:
+    """What the page shows of each certificate."""
+    found = []
+    for path in folder.glob("rollout_*.json"):
+        data = _json_object(path)
+        sites = data.get("sites")
+        if not isinstance(data.get("rollout"), int) or not isinstance(sites, dict):
+            continue
+        found.append(
+            {
+                "file": path.name,
+                "rollout": data["rollout"],
+                "holds": data.get("holds") is True,
+                "layout": str(data.get("layout", "")),
+                "engine": str(data.get("engine", "")),
+                "reference": str(data.get("reference", "")),
+                "texts": _finding_texts(data.get("findings")),
+                "differences": _largest_differences(sites),
+            }
+        )
+    return tuple(sorted(found, key=lambda row: row["rollout"]))
+
+
+def _finding_texts(findings: object) -> list[str]:
+    rows = findings if isinstance(findings, list) else []
+    return [str(row.get("text", "")) for row in rows if isinstance(row, dict)]
+
+
+def _largest_differences(sites: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """By trainer and engine, the site that is nearest to its limit, its difference and limit."""
+    largest: dict[str, list[Any]] = {}
+    for site, row in sites.items():
+        for name, pair in row.items() if isinstance(row, dict) else ():
+            if not (isinstance(pair, list) and len(pair) == 2):
+                continue
+            if not all(isinstance(x, int | float) and math.isfinite(x) for x in pair):
+                continue
+            share = pair[0] / max(pair[1], 1e-30)
+            if name not in largest or share > largest[name][1] / max(largest[name][2], 1e-30):
+                largest[name] = [site, rounded(pair[0]), rounded(pair[1])]
+    return largest
 
 
 def _stacks(folder: Path) -> dict[int, str]:

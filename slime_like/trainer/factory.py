@@ -15,6 +15,7 @@ from slime_like.batching.factory import advantage_settings, outcome_readers
 from slime_like.batching.settings import BatchSettings
 from slime_like.batching.user_hooks import TrainHooks
 from slime_like.distributed.signals import StopConditions
+from slime_like.engines.base import RolloutEngine
 from slime_like.guards.rollout import RolloutGuards
 from slime_like.images.processor import ImageProcessor
 from slime_like.megatron.backend import MegatronBackend
@@ -22,6 +23,7 @@ from slime_like.megatron.factory import needs_reference
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.metrics.progress import Progress
 from slime_like.preflight.flops import forward_flops, peak_tflops
+from slime_like.rollout.rollouter import training_sampling
 from slime_like.text import mask_argv
 from slime_like.trainer.checkpointing import RunCheckpoints, RunIdentity
 from slime_like.trainer.sampling_factory import staleness_bound, train_rollout_limit
@@ -32,6 +34,29 @@ from slime_like.trainer.train_step import TrainStep
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from slime_like.certify.run import Certifier
+
+
+def make_certifier(
+    config: RunConfig, backend: MegatronBackend, engine: RolloutEngine | None, output_dir: Path
+) -> Certifier | None:
+    """What writes the certificates of a run; None without --certify and --certify-interval."""
+    if not (config.guards.certify or config.guards.certify_interval):
+        return None
+    from slime_like.certify.run import Certifier, CertifierSettings
+
+    assert config.model.hf_checkpoint is not None, "checked on the command line"
+    save = config.checkpoint.save
+    settings = CertifierSettings(
+        config.model.hf_checkpoint,
+        config.rollout.rollout_engine,
+        (output_dir, *((Path(save),) if save is not None else ())),
+        config.data.rollout_seed,
+        training_sampling(config.rollout),
+        config.model.trust_remote_code,
+    )
+    return Certifier(backend, engine, settings)
 
 
 def num_rollouts(config: RunConfig, prompts: Sized | None) -> int:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from slime_like.engines.base import RolloutEngine
 from slime_like.metrics.progress import Progress
 from slime_like.rollout.evaluate import Evaluator
 from slime_like.rollout.generated import GeneratedRollout
@@ -62,6 +63,10 @@ class Sampling:
         if self._weights is not None:
             self.rollout_manager.before_new_weights()
             self._weights.sync(version)
+
+    @property
+    def engine(self) -> RolloutEngine | None:
+        return None if self._rollouter is None else self._rollouter.engine
 
     def generate(self, step: int) -> GeneratedRollout:
         """A graded rollout."""

@@ -33,6 +33,7 @@ from slime_like.samples.index import AnySample
 from slime_like.samples.masking import check_sampling_masks
 from slime_like.trainer.factory import (
     make_batch_builder,
+    make_certifier,
     make_checkpoints,
     make_progress,
     make_strategy,
@@ -130,6 +131,8 @@ class Trainer:
         )
         if start.state is not None:
             self._restore(start.state)
+        self._initial_policy = start.initial_policy
+        self._certifier = make_certifier(config, backend, self.sampling.engine, output_dir)
         self.logger = self._open_logger(start.state or {})
 
     def _open_logger(self, state: TrainerState) -> MetricsLogger | None:
@@ -166,6 +169,8 @@ class Trainer:
                 f"{config.checkpoint.load}"
             )
         with self.progress:
+            if config.guards.certify:
+                return 1 if self._certify(self.start)["certificate/findings"] else 0
             if self._evaluation_due:
                 self._make_up_evaluation()
             if self.start >= self.num_rollouts:
@@ -228,6 +233,16 @@ class Trainer:
         self._log(step, metrics)
         self.progress.rollout_done(step, metrics)
         return stop
+
+    def _certify(self, step: int) -> dict[str, float]:
+        """Write the certificate of the weights before rollout `step`; returns metrics."""
+        assert self._certifier is not None
+        if self.strategy.samples_responses:
+            self.sampling.sync_weights(self.weight_version)
+        source = self._initial_policy if self.weight_version == 1 else None
+        with self.progress.phase("certify"):
+            certificate = self._certifier.run(step, self.weight_version, source)
+        return certificate.metrics
 
     def _make_up_evaluation(self) -> None:
         """Run the evaluation that a stopped run skipped, with the weights it had; it is logged with
@@ -296,12 +311,16 @@ class Trainer:
         config = self.config
         if self.strategy.samples_responses:
             self.sampling.sync_weights(self.weight_version)
+        certified = {}
+        if config.guards.certify_interval and step % config.guards.certify_interval == 0:
+            certified = self._certify(step)
         self.hooks.begin_rollout(step)
         started = time.monotonic()
         generated = self.sampling.generate(step)
         samples = list(generated.samples)
         check_sampling_masks(samples, wanted=config.rollout.renormalize_sampled_log_probs)
         metrics = self.strategy.check_samples(step, samples, generated.metrics, self.weight_version)
+        metrics |= certified
         seconds = time.monotonic() - started
         if self.hooks.log_rollout(samples, metrics, seconds):
             self._hidden.add("rollout/")

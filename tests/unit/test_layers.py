@@ -76,7 +76,7 @@ LAYERS = (
         "slime_like.weights",
     ),
     ("slime_like.batching",),
-    ("slime_like.agents", "slime_like.compat", "slime_like.conversion"),
+    ("slime_like.agents", "slime_like.certify", "slime_like.compat", "slime_like.conversion"),
     ("slime_like.trainer", "slime_like.preflight"),
     ("train",),
     ("slime_like.server", "slime_like.tinker"),

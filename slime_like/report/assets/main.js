@@ -85,7 +85,7 @@ async function follow() {
     if (answer.ok || answer.status === 304) {
       if (answer.ok) {
         const data = await answer.json();
-        const seen = () => JSON.stringify(report.runs.map((run) => [run.steps, run.alerts, run.guards, run.stacks, run.profile]));
+        const seen = () => JSON.stringify(report.runs.map((run) => [run.steps, run.alerts, run.guards, run.stacks, run.profile, run.certificates]));
         const before = seen();
         data.runs.forEach((run, i) => Object.assign(report.runs[i], run));
         tag = answer.headers.get("ETag") || "";

@@ -206,6 +206,18 @@ function gatesTable(run, i) {
     scroller("Guards of " + run.name, el("table", {}, el("thead", {}, el("tr", {}, el("th", { scope: "col", text: "guard" }), columns.map((text, k) => el("th", { class: k ? "number" : null, scope: "col", text })))), el("tbody", {}, rows)))];
 }
 
+/** What the certificates of a run say: where trainer, engine and transformers differ. */
+function certificatesTable(run, i) {
+  if (!run.certificates || !run.certificates.length) return [];
+  const largest = (row) => Object.entries(row.differences).map(([name, [site, gap, limit]]) => `${name}: ${number(gap)} at ${site} (limit ${number(limit)})`).join("; ");
+  const rows = run.certificates.map((row) => el("tr", {}, el("th", { scope: "row", text: row.rollout }),
+    el("td", { class: "state " + (row.holds ? "fine" : "bad"), text: row.holds ? "all agree" : `${row.texts.length} found` }),
+    el("td", { text: row.reference }), el("td", { text: largest(row) }), el("td", {}, row.texts.map((text) => el("div", { text })))));
+  const columns = ["rollout", "state", "weights of the reference", "nearest to its limit", "findings"];
+  return [el("h2", {}, "Certificates", report.runs.length > 1 ? [" of ", el("span", { class: "swatch", style: `background:${runColour(i)}` }), run.name] : []),
+    scroller("Certificates of " + run.name, el("table", {}, el("thead", {}, el("tr", {}, columns.map((text) => el("th", { scope: "col", text })))), el("tbody", {}, rows)))];
+}
+
 function countersPage() {
   const names = metricNames().filter((name) => COUNTERS.test(name));
   const head = el("tr", {}, el("th", { scope: "col", text: "metric" }), report.runs.flatMap((run) => ["last", "highest", "rollouts above 0"].map((what) => el("th", { class: "number", scope: "col", text: report.runs.length > 1 ? `${what} (${run.name})` : what }))));
@@ -215,7 +227,7 @@ function countersPage() {
     const cells = values.length ? [number(values.at(-1)), number(values.reduce((a, b) => Math.max(a, b))), String(above)] : ["-", "-", "-"];
     return cells.map((text) => el("td", { class: "number", text }));
   })));
-  return [...report.runs.flatMap(gatesTable), el("h2", { text: "Counters" }), scroller("Counters", el("table", {}, el("thead", {}, head), el("tbody", {}, rows)))];
+  return [...report.runs.flatMap(gatesTable), ...report.runs.flatMap(certificatesTable), el("h2", { text: "Counters" }), scroller("Counters", el("table", {}, el("thead", {}, head), el("tbody", {}, rows)))];
 }
 
 let settingsShown = "changed", settingsFilter = "";

@@ -291,3 +291,64 @@ FAULTS = (
     Fault("no sink", SINKS, no_sinks, "missing weights", "layers.1.attention", says="sinks"),
     Fault("sinks of 0", SINKS, sinks_zero, "missing weights", "layers.0.attention", says="sinks"),
 )  # fmt: skip
+
+
+def local_chunk(backend: Any) -> Any:
+    (chunk,) = backend.policy.chunks
+    return chunk
+
+
+def trainer_layer(backend: Any, index: int) -> Any:
+    return local_chunk(backend).decoder.layers[index]
+
+
+def trainer_epsilon(backend: Any) -> None:
+    norm = trainer_layer(backend, 1).input_layernorm
+    norm.eps = norm.eps * 50
+
+
+def trainer_rope(backend: Any) -> None:
+    rope = local_chunk(backend).rotary_pos_emb
+    steps = torch.arange(rope.inv_freq.numel())
+    rope.inv_freq = 300000.0 ** (-steps / rope.inv_freq.numel())
+    rope.forward.cache_clear()
+
+
+def trainer_heads(backend: Any) -> None:
+    """The first two groups of query heads are loaded in each other's place."""
+    rows = trainer_layer(backend, 0).self_attention.linear_qkv.weight.data
+    half = rows.size(0) // 2
+    rows.copy_(torch.cat([rows[half:], rows[:half]]))
+
+
+def trainer_missing(backend: Any) -> None:
+    trainer_layer(backend, 1).mlp.linear_fc2.weight.data.zero_()
+
+
+def trainer_mlp_times(backend: Any) -> None:
+    def more(module: Any, inputs: Any, output: Any) -> Any:
+        return output[0] * 1.05, output[1]
+
+    trainer_layer(backend, 0).mlp.register_forward_hook(more)
+
+
+def trainer_attention_rounded(backend: Any) -> None:
+    def low(module: Any, inputs: Any, output: Any) -> Any:
+        return output[0].bfloat16().float(), output[1]
+
+    trainer_layer(backend, 1).self_attention.register_forward_hook(low)
+
+
+def trainer_final_norm(backend: Any) -> None:
+    local_chunk(backend).decoder.final_layernorm.eps = 1e-3
+
+
+TRAINER_FAULTS = (
+    Fault("epsilon of a norm", DENSE, trainer_epsilon, "norm epsilon", "layers.1.norm", says="5e-05"),
+    Fault("rope base", DENSE, trainer_rope, "rope base", "layers.0.attention", says="300000"),
+    Fault("groups of heads", DENSE, trainer_heads, "heads in another order", "layers.0.attention"),
+    Fault("weight never loaded", DENSE, trainer_missing, "missing weights", "layers.1.mlp", says="down_proj"),
+    Fault("MLP times a factor", DENSE, trainer_mlp_times, "wrong scale", "layers.0.mlp", says="1.05"),
+    Fault("attention in bfloat16", DENSE, trainer_attention_rounded, "dtype", "layers.1.attention", says="bfloat16"),
+    Fault("epsilon of the final norm", DENSE, trainer_final_norm, "norm epsilon", "norm", says="0.001"),
+)  # fmt: skip

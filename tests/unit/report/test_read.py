@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 from slime_like.metrics.timeline import PhaseTimeline
+from slime_like.report.alerts import alerts
 from slime_like.report.page import runs_data
 from slime_like.report.read import read_run, state_of
 from slime_like.report.rollouts import read_samples
@@ -79,3 +81,27 @@ def test_a_folder_that_is_no_run(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "slime_like.report", str(tmp_path)]
     done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 2 and "has no metrics.jsonl" in done.stderr
+
+
+def test_certificates(tmp_path: Path) -> None:
+    """The newest is last; a file that is something else is none; an alert is over when the last
+    certificate holds."""
+    write_run(tmp_path)
+    folder = tmp_path / "certificates"
+    folder.mkdir()
+    before = state_of(tmp_path)
+    row = {"sites": {"layers.0": {"engine": [1e-7, 1e-6]}, "norm": {"engine": [0.5, 1e-6]}}}
+    found = {"rollout": 2, "holds": False, "findings": [{"text": "engine: norm: x"}], **row}
+    (folder / "rollout_2.json").write_text(json.dumps(found))
+    (folder / "rollout_9.json").write_text("[1]")
+    run = read_run(tmp_path)
+    (shown,) = run.certificates
+    assert (shown["holds"], shown["texts"]) == (False, ["engine: norm: x"])
+    assert shown["differences"] == {"engine": ["norm", 0.5, 1e-6]}
+    assert state_of(tmp_path) != before
+    (alert,) = [a for a in alerts(run) if a["metric"] == "certificate/findings"]
+    assert alert["text"] == "rollout 2: engine: norm: x" and not alert["over"]
+    (folder / "rollout_10.json").write_text(json.dumps({"rollout": 10, "holds": True, **row}))
+    run = read_run(tmp_path)
+    assert [c["rollout"] for c in run.certificates] == [2, 10]
+    assert next(a for a in alerts(run) if a["metric"] == "certificate/findings")["over"]
