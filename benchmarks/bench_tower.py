@@ -1,7 +1,7 @@
 """Time and memory of a vision tower's pass per image token: all images of a micro-batch at once, as
 in training, and one by one.
 
-    python benchmarks/bench_tower.py [--images 16] [--side 224] [--trained] [--json tower.json]
+    python benchmarks/bench_tower.py [--images 16] [--side 224] [--trained [--recompute]]
 
 The tower has the sizes of Qwen3-VL-2B's, with random weights. On a CPU the memory is the peak of
 the process's resident set above that before the pass; on a GPU that of torch's allocator.
@@ -77,6 +77,7 @@ class Case:
     images: int
     side: int
     trained: bool
+    recompute: bool
     repeats: int
 
     @property
@@ -96,7 +97,9 @@ def measure(case: Case) -> tuple[float, int]:
     ]
     if case.packed:
         parts = [concatenate(parts)]
-    tower = make_tower(trained=case.trained, device=device)
+    tower = make_tower(trained=case.trained, device=device).train()
+    if case.recompute:
+        tower.recompute_layers()
     for parameter in tower.parameters() if case.trained else ():
         parameter.grad = torch.empty_like(parameter).zero_()  # `zeros` would take its pages later
     gc.collect()
@@ -124,17 +127,23 @@ def main() -> None:
     )
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--trained", action="store_true", help="with gradients of the tower")
+    parser.add_argument(
+        "--recompute", action="store_true", help="its layers, as --recompute-granularity full does"
+    )
     parser.add_argument("--json", type=Path, help="write the results here")
     options = parser.parse_args()
     if options.side < 32 or options.side % 32:
         parser.error(f"--side must be a multiple of 32, not {options.side}")
+    if options.recompute and not options.trained:
+        parser.error("--recompute needs --trained: a frozen tower keeps nothing for later")
     rows: list[dict[str, str | float]] = []
     times: list[float] = []
     # a process's peak never falls, so each case has its own
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=spawn, max_tasks_per_child=1) as pool:
         for packed in (True, False):
-            case = Case(packed, options.images, options.side, options.trained, options.repeats)
+            trained, recompute = options.trained, options.recompute
+            case = Case(packed, options.images, options.side, trained, recompute, options.repeats)
             seconds, memory = pool.submit(measure, case).result()
             name = "packed" if packed else "one by one"
             ms = 1e3 * seconds / case.image_tokens

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from slime_like.images.inputs import ImageInputs
 from slime_like.images.settings import VisionSettings
@@ -35,6 +37,14 @@ class ImageTower(torch.nn.Module):
     def train(self, mode: bool = True) -> ImageTower:
         """A frozen tower never drops anything out."""
         return super().train(mode and self.settings.trained)
+
+    def recompute_layers(self) -> None:
+        """Keep only the inputs of layers for the backward pass, which computes the rest again."""
+        # the method of transformers' models would warn that a tower has no embeddings of tokens
+        for module in self.modules():
+            if isinstance(module, GradientCheckpointingLayer):
+                module.gradient_checkpointing = True
+                module._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
 
     def forward(self, inputs: ImageInputs) -> tuple[Tensor, list[Tensor]]:
         """The features of all images, [F, H], and those for the outputs of the first text layers,

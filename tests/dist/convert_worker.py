@@ -38,6 +38,13 @@ from slime_like.weights.hf_save import save_hf  # noqa: E402
 ROUNDINGS = 20.0
 
 
+RECOMPUTE: dict[str, Any] = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
+
+
 def build(
     folder: str,
     layout: ParallelLayout,
@@ -47,6 +54,7 @@ def build(
     predicting: int | None = None,
     vision: VisionSettings | None = None,
     model_base: str = "auto",
+    recompute: bool = False,
 ) -> tuple[list[Any], HfModel, GPTModelConfig]:
     """This rank's chunks for the model in `folder`, with random weights. The padding fits no
     vocabulary used here."""
@@ -72,6 +80,7 @@ def build(
         transformer_impl="local",
         pipeline_dtype=dtype,
         params_dtype=dtype,
+        **(RECOMPUTE if recompute else {}),
     )
     return (
         [

@@ -32,6 +32,8 @@ from tests.dist.test_families import (
 )
 from tests.dist.vision_models import CANCELLING, IMAGE
 
+GEMMA3 = vision_models.GEMMA3
+QWEN3 = "Qwen3VLForConditionalGeneration"
 EXACT = 1e-12  # relative to a tensor's norm
 
 
@@ -39,11 +41,17 @@ class Seeing(Ours):
     """`Ours` with the vision tower."""
 
     def __init__(
-        self, folder: Path, layout: Any, dtype: torch.dtype, vision: VisionSettings
+        self,
+        folder: Path,
+        layout: Any,
+        dtype: torch.dtype,
+        vision: VisionSettings,
+        *,
+        recompute: bool = False,
     ) -> None:
         self.layout, self.folder = layout, str(folder)
         self.chunks, self.hf, self.gpt = convert_worker.build(
-            self.folder, layout, dtype, vision=vision
+            self.folder, layout, dtype, vision=vision, recompute=recompute
         )
         convert_worker.load_hf_weights(self.chunks, self.folder, **self.model)
         if dtype == torch.float64:
@@ -99,6 +107,44 @@ def test_yarn_turns_images_too(architecture: str, alone: Any, tmp_path: Path) ->
     check_against_transformers(architecture, False, alone, tmp_path, rope_parameters=rope)
 
 
+@pytest.mark.parametrize("architecture", [QWEN3, GEMMA3])
+def test_a_recomputed_tower_keeps_less_and_has_the_same_gradients(
+    architecture: str, alone: Any, tmp_path: Path
+) -> None:
+    """Of its layers only their inputs: each tensor that its pass saves, with three layers and
+    with eight."""
+    saved = {}
+    gradients = {}
+    for layers in (3, 8):
+        tower = dict(vision_models.MODELS[architecture]["vision_config"])
+        tower["num_hidden_layers" if architecture == GEMMA3 else "depth"] = layers
+        folder = tmp_path / f"{layers}"
+        vision_models.make_model(architecture, folder, vision_config=tower)
+        vision = vision_models.vision_of(folder, trained=True)
+        images = vision_models.images(vision, 1, 2)
+        for recompute in (False, True):
+            network = Seeing(folder, alone, torch.float32, vision, recompute=recompute)
+            (chunk,) = network.chunks
+            seen = chunk.vision.train()
+            count = 0
+
+            def keep(tensor: Tensor) -> Tensor:
+                nonlocal count
+                count += tensor.nbytes
+                return tensor
+
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+                features, deepstack = seen(images)
+            saved[layers, recompute] = count
+            torch.cat([features, *deepstack]).square().sum().backward()
+            gradients[layers, recompute] = {n: p.grad for n, p in seen.named_parameters()}
+    for layers in (3, 8):
+        for name, gradient in gradients[layers, False].items():
+            assert torch.equal(gradients[layers, True][name], gradient), name
+    more, fewer = (saved[8, recompute] - saved[3, recompute] for recompute in (False, True))
+    assert 0 < fewer < more / 8
+
+
 def check_against_transformers(
     architecture: str, trained: bool, alone: Any, tmp_path: Path, **changes: Any
 ) -> None:
@@ -152,8 +198,6 @@ def their_logits(model: Any, sample: TrainSample) -> Tensor:
 
 TRAINED = " --train-vision-tower"  # at the end of a cell's flags
 # by number of processes: (architecture, flags)
-GEMMA3 = vision_models.GEMMA3
-QWEN3 = "Qwen3VLForConditionalGeneration"
 VP2 = f"{PP2} --num-virtual-stages-per-pipeline-rank 2"
 SHARDED = "--micro-batch-size 1 --use-distributed-optimizer"
 CELLS = {

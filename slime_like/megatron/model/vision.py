@@ -172,6 +172,8 @@ def add_vision(chunk: SeesImages, settings: VisionSettings, *, sequence_parallel
             )
         return
     chunk.vision = ImageTower(settings)
+    if settings.trained and chunk.config.recompute_granularity == "full":
+        chunk.vision.recompute_layers()
     for parameter in chunk.vision.parameters():
         # each rank has the features of some rows; megatron-core sums these gradients
         parameter.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
