@@ -179,6 +179,39 @@ def test_rollouts_ahead_of_training_keep_their_images(
     assert full[0]["rollout/train_rollout_log_prob_diff_mean"] < COMPUTED_ALIKE
 
 
+def test_a_pool_of_answers_keeps_their_images(
+    server: TrainServer, work: Workspace, seeing: dict[str, Any], tmp_path: Path
+) -> None:
+    """--fully-async, also after a checkpoint with answers under way."""
+    more = {
+        **{**seeing, "async_rollout": "", "fully_async": "", "max_staleness": 3, "num_rollout": 4},
+        **{"rollout_slice_len": 2, "rollout_max_response_len": 24, "n_samples_per_prompt": 2},
+        **{"num_steps_per_rollout": 1, "micro_batch_size": 2, "tis_ratio_type": "token"},
+    }
+    run(server, work, tmp_path / "full", **more)
+    root = tmp_path / "checkpoints"
+    run(server, work, tmp_path / "parts", **more, save=root, exit_interval=2)
+    state = json.loads(next(root.glob("*/trainer.json")).read_text())
+    assert any(group["images"] for group in state["waiting_groups"])
+    run(server, work, tmp_path / "parts", **more, load=root)
+    full, parts = (rows_of(tmp_path / name) for name in ("full", "parts"))
+    assert same_numbers(parts) == same_numbers(full)
+    assert full[0]["rollout/train_rollout_log_prob_diff_mean"] < COMPUTED_ALIKE
+
+
+def test_a_teacher_sees_the_images(
+    server: TrainServer, work: Workspace, seeing: dict[str, Any], tmp_path: Path
+) -> None:
+    """One that is the policy itself agrees with it, until the policy is updated."""
+    flags = {
+        **{**seeing, "use_opd": "", "opd_type": "megatron", "num_rollout": 2, "lr": 3e-3},
+        **{"opd_teacher_load": seeing["hf_checkpoint"], "custom_rm_path": f"{work.reward}:letters"},
+    }
+    run(server, work, tmp_path / "out", **flags)
+    first, second = (row["rollout/opd_reverse_kl"] for row in rows_of(tmp_path / "out"))
+    assert abs(first) < COMPUTED_ALIKE < abs(second) / 100
+
+
 def test_pairs_of_answers_about_pictures(
     server: TrainServer, work: Workspace, seeing: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -367,6 +400,63 @@ def test_agents_get_the_pictures_of_their_rows(
     assert row["rollout/train_rollout_log_prob_diff_mean"] < COMPUTED_ALIKE
     groups = load_rollout(str(tmp_path / "out" / "rollout_{rollout_id}"), 0)
     assert {len(s.images) for group in groups for s in complete(group.samples)} == {1}
+
+
+TWICE = """
+from PIL import Image
+import base64, io
+
+def url(size):
+    file = io.BytesIO()
+    Image.new("RGB", (size, 16), "blue").save(file, "PNG")
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+
+async def play(task):
+    assert len(task.images) == 1
+    own = {"type": "image_url", "image_url": {"url": url(16 + 8 * (task.sample_id % 2))}}
+    messages = [{"role": "user", "content": [own]}, *task.messages]
+    for turn in range(1 if task.seed % 2 else 4):
+        answer = await task.chat(messages, max_tokens=6)
+        messages += [answer["choices"][0]["message"], {"role": "user", "content": [own]}]
+    return float(task.sample_id % 3)
+"""
+
+
+def test_paused_agents_start_again_with_the_pictures_of_their_rows(
+    server: TrainServer, work: Workspace, seeing: dict[str, Any], tmp_path: Path
+) -> None:
+    """A run that is resumed has lost them, and what it trains on has the pictures that its engine
+    saw."""
+    (tmp_path / "agent.py").write_text(TWICE)
+    folder = Path(seeing["hf_checkpoint"]).parent
+    data = tmp_path / "rows.jsonl"
+    rows = [
+        {"messages": f"<image>{n}?", "images": [f"{folder}/1_0.png"], "answer": "red"}
+        for n in range(12)
+    ]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = {
+        **{**seeing, "agent_function_path": f"{tmp_path}/agent.py:play", "prompt_data": data},
+        **{"custom_rm_path": None, "apply_chat_template": None, "rm_type": "zero"},
+        **{"rollout_max_response_len": 90, "micro_batch_size": None, "n_samples_per_prompt": 2},
+        **{"use_dynamic_batch_size": "", "max_tokens_per_gpu": 512, "partial_rollout": ""},
+        **{"over_sampling_batch_size": 8, "rollout_slice_len": 3, "num_steps_per_rollout": 1},
+        **{"tis_ratio_type": "token", "token_tis_ratio_clip_high": 2.0},
+    }  # fmt: skip
+    root = tmp_path / "checkpoints"
+    out = tmp_path / "out"
+    run(server, work, out, **flags, num_rollout=1, save=root)
+    state = json.loads(next(root.glob("*/trainer.json")).read_text())
+    started = [s for group in state["waiting_groups"] for s in group["samples"]]
+    assert any(s["response_length"] and s["status"] == "partial" for s in started)
+    run(server, work, out, **flags, num_rollout=3, load=root)
+    found = rows_of(out)
+    assert [row["agent/lost"] for row in found] == [0, 0, 0]
+    assert found[-2]["agent/restarted"] + found[-1]["agent/restarted"] > 0
+    assert found[0]["rollout/train_rollout_log_prob_diff_mean"] < COMPUTED_ALIKE
+    for rollout in range(3):
+        for group in load_rollout(str(out / "rollout_{rollout_id}"), rollout):
+            assert {len(s.images) for s in complete(group.samples)} <= {2, 5}
 
 
 GALLERY = """
