@@ -231,6 +231,8 @@ def transformer_config_type(values: Mapping[str, object]) -> type[TransformerCon
         return _streams_config()
     if values.get("linear_decay_per_channel"):
         return _kimi_config()
+    if values.get("short_conv"):
+        return _short_conv_config()
     if values.get("block_pattern"):
         return _mamba_config()
     if SIZED_FIELDS & values.keys():
@@ -256,6 +258,7 @@ def _layer_config() -> type[TransformerConfig]:
         embedding_scale: float = 1.0  # in the dtype of the embeddings
         embedding_multiplier: float = 1.0
         residual_multiplier: float = 1.0  # of the outputs of attention and MLP
+        logit_softcap: float | None = None  # logits z are cap * tanh(z / cap)
         logits_scaling: float = 1.0  # divides the hidden states before the output layer
         # YaRN settings, which GPTModel reads from the config
         yarn_rotary_scaling_factor: float = 1.0
@@ -283,6 +286,9 @@ def _sized_config() -> type[TransformerConfig]:
         value_scale: float = 1.0
         value_norm: bool = False  # values are normalised by head, without a weight
         keys_are_values: bool = False  # in layers without a window
+        # share of the pairs that layers without a window turn, the fastest ones
+        rotary_share: float = 1.0
+        layer_scalars: bool = False  # each layer's output is multiplied by a number of the file
         sinks_of_windows: bool = False  # only layers with a window have the learned sinks
 
         def __post_init__(self) -> None:
@@ -360,6 +366,19 @@ def _gated_streams_config() -> type[TransformerConfig]:
         linear_output_gate: str = "silu"  # of delta nets
 
     return GatedStreamsConfig
+
+
+@functools.cache
+def _short_conv_config() -> type[TransformerConfig]:
+    @dataclasses.dataclass
+    class ShortConvConfig(_layer_config()):  # type: ignore[misc]
+        """LayerConfig with fields for slime_like/megatron/model/short_conv.py."""
+
+        short_conv: bool = False  # in place of delta nets, whose sizes are its own
+        # added to the sum of the selected experts' weights, by which they are divided
+        router_epsilon: float = 0.0
+
+    return ShortConvConfig
 
 
 @functools.cache

@@ -220,8 +220,8 @@ def add_prediction_layers(folder: Path, family: ModelFamily, count: int) -> None
 
 def randomize(model: Any) -> None:
     """Randomise parameters that are initialised to ones or zeros (norms, biases, router
-    corrections), so that tests notice if two are swapped. Router logits are no larger than those of
-    a trained model."""
+    corrections, scalars of layers), so that tests notice if two are swapped. Router logits are no
+    larger than those of a trained model."""
     import torch
 
     with torch.no_grad():
@@ -239,8 +239,10 @@ def randomize(model: Any) -> None:
             elif name.endswith(("gate.weight", "mm_input_projection_weight")):
                 parameter.copy_(0.3 * torch.randn_like(parameter))
         for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "feed_forward.expert_bias")):
                 buffer.copy_(0.2 * torch.randn_like(buffer))
+            elif name.endswith("layer_scalar"):
+                buffer.copy_(1.0 + 0.3 * torch.rand_like(buffer))
 
 
 def main() -> int:

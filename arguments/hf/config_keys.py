@@ -136,18 +136,18 @@ UNSUPPORTED: Mapping[str, tuple[str, str]] = {
         ),
         (_MAMBA, "NemotronHForCausalLM"),
     ),
-    **dict.fromkeys(
-        ("Lfm2ForCausalLM", "Lfm2MoeForCausalLM", "Lfm2VlForConditionalGeneration"),
-        ("short convolutions in place of attention", "Qwen3NextForCausalLM"),
-    ),
+    "Lfm2VlForConditionalGeneration": ("a tower of its own", "Lfm2ForCausalLM"),
     **dict.fromkeys(
         ("MiniMaxForCausalLM", "MiniMaxText01ForCausalLM", "MiniMaxM1ForCausalLM"),
         ("lightning attention", "MiniMaxM2ForCausalLM"),
     ),
     "BailingHybridForCausalLM": ("linear attention with its own decay", "Qwen3NextForCausalLM"),
-    "Step3p7ForConditionalGeneration": (
-        "other numbers of heads in layers with a window",
-        "Qwen3MoeForCausalLM",
+    **dict.fromkeys(
+        ("Step3p5ForCausalLM", "Step3p7ForConditionalGeneration"),
+        (
+            "an output gate for each head, and clamps and shares of rotation that differ by layer",
+            "MiMoV2FlashForCausalLM",
+        ),
     ),
     **dict.fromkeys(
         ("Llama4ForCausalLM", "Llama4ForConditionalGeneration"),
@@ -161,10 +161,6 @@ UNSUPPORTED: Mapping[str, tuple[str, str]] = {
     **dict.fromkeys(
         ("Gemma3nForCausalLM", "Gemma3nForConditionalGeneration"),
         ("embeddings by layer and alternating updates", "Gemma3ForCausalLM"),
-    ),
-    **dict.fromkeys(
-        ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"),
-        ("sizes of heads that differ by layer", "Gemma3ForCausalLM"),
     ),
     "MiniCPM3ForCausalLM": (
         "multipliers of embeddings, residual terms and logits with latent attention",
@@ -263,7 +259,9 @@ class ConfigTypes(TypedDict, total=False):
     indexer_types: Names | None
     hybrid_layer_pattern: Integers | None
     mlp_layer_types: Names | None
+    per_layer_config: dict[str, object] | None
     mlp_only_layers: Integers | None
+    full_attn_idxs: Integers | None
     no_rope_layers: Integers | None
     attn_type_list: Integers | None
     rope_scaling: RopeTypes | None

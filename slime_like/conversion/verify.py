@@ -18,7 +18,7 @@ from slime_like.conversion.to_hf import NetworkSource
 from slime_like.distributed.collectives import from_rank_zero, gather, together
 from slime_like.hf_class import class_for_text
 from slime_like.megatron.checkpoint.fingerprint import bit_sums
-from slime_like.megatron.model.policy import head_weight
+from slime_like.megatron.model.policy import logits_of
 from slime_like.megatron.network import Network
 from slime_like.megatron.ops.attention import packed_rows
 from slime_like.weights.parameter_map import global_parameters
@@ -95,7 +95,7 @@ def megatron_logits(source: NetworkSource, tokens: Tensor) -> Tensor:
     out: Tensor = chunk(
         tokens[None], torch.arange(tokens.numel())[None], None, packed_seq_params=rows
     )[0]
-    return out if meta.value_head else (out @ head_weight(chunk).t())[:, : meta.gpt.vocab_size]
+    return out if meta.value_head else logits_of(chunk, out)[:, : meta.gpt.vocab_size]
 
 
 @torch.no_grad()

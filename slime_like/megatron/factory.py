@@ -322,6 +322,7 @@ def make_head(config: RunConfig, layout: ParallelLayout, *, temperature: float) 
         layout,
         sequence_parallel=config.megatron.transformer.sequence_parallel,
         chunk_size=config.algorithm.log_probs_chunk_size,
+        softcap=getattr(config.megatron.transformer, "logit_softcap", None),
     )
 
 

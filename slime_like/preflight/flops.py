@@ -140,6 +140,8 @@ def _delta_rule(config: TransformerConfig) -> float:
     reading: two products."""
     state = config.linear_key_head_dim * config.linear_value_head_dim
     convolution = 2 * config.linear_conv_kernel_dim * delta_channels(config)
+    if hasattr(config, "short_conv"):
+        return float(convolution)
     products = 2 if hasattr(config, "block_pattern") else 3
     return float(convolution + 2 * products * config.linear_num_value_heads * state)
 

@@ -206,6 +206,8 @@ def delta_matrices(config: TransformerConfig) -> int:
     heads = config.linear_num_value_heads
     width = heads * config.linear_value_head_dim
     hidden = config.hidden_size
+    if hasattr(config, "short_conv"):  # b, c, x and the output
+        return int(4 * hidden * width)
     if getattr(config, "linear_decay_per_channel", False):
         low_rank = 2 * config.linear_key_head_dim * (hidden + width)
         return int(hidden * (delta_channels(config) + width + heads) + low_rank)
@@ -214,7 +216,10 @@ def delta_matrices(config: TransformerConfig) -> int:
 
 
 def delta_channels(config: TransformerConfig) -> int:
-    """Channels of a delta net's convolution: queries, keys and values."""
+    """Channels of a delta net's convolution: queries, keys and values; of a short convolution,
+    values."""
+    if hasattr(config, "short_conv"):
+        return int(config.linear_num_value_heads * config.linear_value_head_dim)
     keys = 2 * config.linear_num_key_heads * config.linear_key_head_dim
     return int(keys + config.linear_num_value_heads * config.linear_value_head_dim)
 
@@ -224,6 +229,8 @@ def _delta_net(config: TransformerConfig) -> int:
     convolution, a decay rate per head, a bias per decay, the norm of a head. Mamba-2 (arXiv
     2405.21060) has a bias of the convolution, a skip per head, and a norm of all heads."""
     convolution = delta_channels(config) * config.linear_conv_kernel_dim
+    if hasattr(config, "short_conv"):
+        return int(delta_matrices(config) + convolution)
     heads = config.linear_num_value_heads
     if hasattr(config, "block_pattern"):
         own = delta_channels(config) + 3 * heads + heads * config.linear_value_head_dim

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from slime_like.weights.mappings import (
     QKV,
     HeadParallel,
+    Replicated,
     RowParallel,
     Sizes,
     TensorPart,
@@ -77,6 +78,22 @@ class SizedSinks(HeadParallel):
     layer: int = 0
 
     def at(self, layer: int, expert: int = 0) -> SizedSinks:
+        return dataclasses.replace(super().at(layer, expert), layer=layer)
+
+    def hf_shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
+        return super().hf_shapes(of_layer(sizes, self.layer))
+
+    def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[TensorPart]:
+        return super().parts(of_layer(sizes, self.layer), tp_rank, tp_size, rows)
+
+
+@dataclass(frozen=True)
+class SizedHeadNorm(Replicated):
+    """The norm of queries or keys of such a layer, by head."""
+
+    layer: int = 0
+
+    def at(self, layer: int, expert: int = 0) -> SizedHeadNorm:
         return dataclasses.replace(super().at(layer, expert), layer=layer)
 
     def hf_shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:

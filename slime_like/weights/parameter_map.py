@@ -76,6 +76,7 @@ _QKV_BIAS = f"{ATTENTION}.linear_qkv.bias"
 _QK_NORMS = (f"{ATTENTION}.q_layernorm.weight", f"{ATTENTION}.k_layernorm.weight")
 _SINKS = f"{ATTENTION}.core_attention.softmax_offset"
 _FINAL_NORM = "decoder.final_layernorm."
+_BUFFERS = (".router.expert_bias", ".layer_scalar")
 _INDEXER = ".self_attention.indexer."  # buffers: the indexer is not trained
 # parts of names of a layer that is one block
 _MIXER_PARTS = (".input_layernorm.", ".self_attention.")
@@ -335,15 +336,16 @@ def unwrap(chunk: MegatronModule) -> MegatronModule:
 
 
 def named_weights(chunk: MegatronModule) -> Iterator[tuple[str, Tensor]]:
-    """Parameters, and buffers that are weights: router biases and indexers. Every persistent buffer
-    has to be one of them; others would be lost in files and engines."""
+    """Parameters, and buffers that are weights: router biases, indexers and Gemma 4's scalars of
+    layers. Every persistent buffer has to be one of them; others would be lost in files and
+    engines."""
     yield from chunk.named_parameters()
     for prefix, module in chunk.named_modules():
         for own, buffer in module.named_buffers(recurse=False):
             if own in module._non_persistent_buffers_set:
                 continue
             name = f"{prefix}.{own}"
-            assert name.endswith(".router.expert_bias") or _INDEXER in name, (
+            assert name.endswith(_BUFFERS) or _INDEXER in name, (
                 f"{name}: this persistent buffer has no mapping; what is no weight is registered "
                 "with persistent=False"
             )

@@ -26,6 +26,7 @@ from benchmarks.parity.cells import RECOMPUTE
 from benchmarks.parity.ranks import run_ranks
 from scripts.make_tiny_model import ROOT, family_of, make_tiny_model, published_tensors
 from slime_like.megatron.model.gpt import _scale_embedding
+from slime_like.megatron.model.policy import logits_of
 from slime_like.megatron.ops.attention import packed_rows
 from slime_like.weights.families import model_families
 from slime_like.weights.untrained import untrained_prefixes, untrained_weights
@@ -154,6 +155,18 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["indexed_attention", "linear_attention", "indexed_attention"],
         },
     ),
+    "Gemma 4 with its own values": (
+        "Gemma4ForCausalLM",
+        {
+            **{"attention_k_eq_v": False, "global_head_dim": 12, "final_logit_softcapping": None},
+            **{"num_global_key_value_heads": None, "tie_word_embeddings": False},
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 300.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
+    "LFM2 with YaRN": ("Lfm2ForCausalLM", {"rope_parameters": YARN, "conv_L_cache": 2}),
     "Granite 4 with experts": (
         "GraniteMoeHybridForCausalLM",
         {
@@ -177,7 +190,11 @@ LIMITS = {torch.float32: 1e-5, torch.float64: 1e-12}
 # a number for each head or of a whole layer, whose gradient is a sum over all tokens of terms that
 # nearly cancel: ten times as far
 CANCELLING = ("A_log", "dt_bias", "hc_attn_scale", "hc_ffn_scale")
-UNTRAINED = ("e_score_correction_bias", ".indexer.")  # parts of names of what has no gradient
+UNTRAINED = (
+    "e_score_correction_bias",
+    ".indexer.",
+    "layer_scalar",
+)  # parts of names of what has no gradient
 
 
 def objective(logits: Sequence[Tensor], coefficients: Sequence[Tensor]) -> Tensor:
@@ -246,6 +263,14 @@ CELLS = {
         ("GraniteMoeSharedForCausalLM", TP2_EP2),
         ("GraniteMoeForCausalLM", f"{CP2} {EP2}"),
         ("Granite 4 with experts", "--micro-batch-size 1"),  # DP2
+        ("Gemma4ForCausalLM", TP2),
+        ("Gemma4ForCausalLM", f"{CP2} {RECOMPUTE['recompute']}"),
+        ("Gemma 4 with its own values", "--tensor-model-parallel-size 2"),
+        ("Lfm2ForCausalLM", TP2),
+        ("Lfm2ForCausalLM", f"{CP2} {RECOMPUTE['recompute']}"),
+        ("Lfm2MoeForCausalLM", TP2_EP2),
+        ("Lfm2MoeForCausalLM", f"{CP2} {EP2}"),
+        ("Lfm2MoeForCausalLM", "--micro-batch-size 1"),  # DP2
         ("MiMoV2FlashForCausalLM", TP2_EP2),
         ("MiMoV2FlashForCausalLM", f"{CP2} {EP2} {RECOMPUTE['recompute']}"),
         ("MiMoV2FlashForCausalLM", "--micro-batch-size 1"),  # DP2
@@ -327,6 +352,11 @@ CELLS = {
         ("GraniteForCausalLM", f"{PP2} {TP2}"),
         ("GraniteMoeHybridForCausalLM", f"{PP2} {CP2}"),
         ("GraniteMoeSharedForCausalLM", f"{PP2} {EP2}"),
+        ("Gemma4ForCausalLM", f"{PP2} {TP2}"),
+        ("Gemma 4 with its own values", f"{PP2} {CP2}"),
+        ("Lfm2ForCausalLM", f"{PP2} {TP2}"),
+        ("Lfm2MoeForCausalLM", f"{PP2} {EP2}"),
+        ("Lfm2MoeForCausalLM", f"{TP2_EP2} {CP2} {RECOMPUTE['recompute']}"),
         ("MiMoV2FlashForCausalLM", f"{PP2} {EP2}"),
         ("MiMoV2FlashForCausalLM", f"{TP2_EP2} {CP2} {RECOMPUTE['recompute']}"),
         ("MiMoV2FlashForCausalLM", f"{PP2} {TP2_EP2}"),
@@ -435,7 +465,7 @@ class Ours:
         hidden = chunk(
             torch.cat(list(tokens))[None], positions, None, packed_seq_params=packed_rows(ends)
         )
-        rows = (hidden @ convert_worker.head_weight(chunk).t())[0]
+        rows = logits_of(chunk, hidden)[0]
         return list(rows[:, : self.hf.gpt["vocab_size"]].split(lengths))
 
     def gradients(self) -> dict[str, Tensor]:

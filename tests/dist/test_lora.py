@@ -316,6 +316,20 @@ def test_kimi_takes_the_steps_of_plain_autograd(alone: Any, kimi: dict[str, str]
     take_the_same_steps(backend, alone, model, leaves)
 
 
+def test_heads_of_layers_that_differ(alone: Any, files: dict[str, str]) -> None:
+    """Gemma 4's layers without a window have larger heads and no projection of values."""
+    folder = Path(files["model"]).parent / "gemma4"
+    # a hidden size with an exact root, of which transformers has the float32 number
+    make_tiny_model("Gemma4ForCausalLM", folder, hidden_size=64)
+    make_rollouts(f"{folder}/rollout_{{rollout_id}}")
+    flags = f"{PLAIN} --lora-target-modules q_proj k_proj v_proj o_proj"
+    backend = MegatronBackend(worker.settings(str(folder), flags), alone, total_steps=STEPS)
+    start = worker.factors(backend)
+    model, leaves = with_adapters(str(folder), start, scale=2.0)
+    assert len(leaves) == 2 * (4 + 3 + 3)
+    take_the_same_steps(backend, alone, model, leaves)
+
+
 @pytest.mark.slow
 def test_kimi_in_layouts(alone: Any, kimi: dict[str, str], tmp_path: Path) -> None:
     one = worker.train(kimi["model"], alone, EVERYTHING)

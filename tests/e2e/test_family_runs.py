@@ -27,6 +27,7 @@ from tests.e2e.programs import TrainServer
         *("Olmo3ForCausalLM", "Exaone4ForCausalLM", "Phi3ForCausalLM"),
         *("Glm4vForConditionalGeneration", "KimiK25ForConditionalGeneration"),
         *("GraniteMoeSharedForCausalLM", "MiMoV2FlashForCausalLM"),
+        *("Gemma4ForConditionalGeneration", "Lfm2MoeForCausalLM"),
         *("NemotronHForCausalLM", "Glm5NextForConditionalGeneration"),
         "Qwen4ExpForConditionalGeneration",
     ],
@@ -46,9 +47,10 @@ def test_it_trains(server: TrainServer, work: Workspace, tmp_path: Path, family:
     before, after = weights_of(model), weights_of(out / "hf")
     assert before.keys() == after.keys()
     same = [name for name in before if torch.equal(before[name], after[name])]
-    frozen = re.compile(
-        r"\.visual\.|^vision_tower|projector\.|^mtp\.|\.indexer\.|\.ple_embedding\.(layer|ngram_heads)_"
-    )
+    tower = r"\.visual\.|\b(vision_tower|embed_vision)\.|projector\."
+    memory = r"\.ple_embedding\.(layer|ngram_heads)_"
+    frozen = re.compile(rf"{tower}|{memory}|^mtp\.|\.indexer\.|layer_scalar$")
+    router = re.compile(r"e_score_correction_bias|feed_forward\.expert_bias")
     untrained = {name for name in before if frozen.search(name)}
-    assert untrained == {name for name in same if "e_score_correction_bias" not in name}
+    assert untrained == {name for name in same if not router.search(name)}
     class_for_text(AutoConfig.from_pretrained(out / "hf")).from_pretrained(out / "hf")

@@ -43,6 +43,9 @@ VALUES: dict[str, Draw] = {
     "qk_rope_head_dim": one_of(4, 6, 10),
     "v_head_dim": one_of(7, 12),
     "attention_value_scale": one_of(None, 0.3, 1.7),
+    "global_head_dim": one_of(12, 16, 20),
+    "attention_k_eq_v": one_of(False, True),
+    "final_logit_softcapping": one_of(None, 2.0, 30.0),
     "embedding_multiplier": one_of(0.7, 12.0),
     "attention_multiplier": one_of(0.1, 1.0),
     "residual_multiplier": one_of(0.22, 1.0),
@@ -62,6 +65,9 @@ VALUES: dict[str, Draw] = {
     "mamba_head_dim": one_of(3, 7),
     "ssm_state_size": one_of(3, 6),
     "conv_kernel": one_of(2, 3),
+    "conv_L_cache": one_of(2, 3, 5),
+    "num_dense_layers": one_of(0, 1),
+    "block_auto_adjust_ff_dim": one_of(False, True),
     "no_rope_layer_interval": one_of(2, 3),
     "index_topk": one_of(3, 5),
     "index_head_dim": one_of(12, 16),
@@ -73,6 +79,8 @@ FIXED: dict[str, tuple[str, ...]] = {
     "Glm4vMoeForConditionalGeneration": ("attention_bias", "use_qk_norm"),
     "KimiK25ForConditionalGeneration": ("q_lora_rank",),
 }
+# key of the norms' epsilon, where it has another name
+EPSILONS = {"nemotron_h": "layer_norm_epsilon", "lfm2": "norm_eps", "lfm2_moe": "norm_eps"}
 LATENT = "kv_lora_rank"
 EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
 CHOSEN = ("num_experts_per_tok", "num_experts_per_token")
@@ -106,8 +114,7 @@ def random_configuration(family: ModelFamily, rng: random.Random) -> Configurati
     changes["num_hidden_layers"] += (
         2 if "mamba_num_heads" in tiny else "full_attention_interval" in tiny
     )
-    name = "layer_norm_epsilon" if family.model_type == "nemotron_h" else "rms_norm_eps"
-    changes[name] = rng.choice([1e-7, 3e-4, 1e-2])
+    changes[EPSILONS.get(family.model_type, "rms_norm_eps")] = rng.choice([1e-7, 3e-4, 1e-2])
     if rope := _rope(family, tiny, changes, rng):
         changes["rope_parameters"] = rope
     dtype = rng.choice(["float32", "bfloat16", "float16"])
@@ -126,6 +133,8 @@ def _attention(tiny: Mapping[str, Any], rng: random.Random) -> dict[str, Any]:
         found |= {"head_dim": rng.choice([8, 12, 20]), "hidden_size": rng.choice([20, 36, 44])}
     else:
         found["hidden_size"] = heads * rng.choice([8, 12])
+    if "num_global_key_value_heads" in tiny:
+        found["num_global_key_value_heads"] = rng.choice([1, groups, heads])
     if "rotary_dim" in tiny:
         found["rotary_dim"] = rng.choice([2, 4, found["head_dim"]])
     if "linear_num_key_heads" in tiny:

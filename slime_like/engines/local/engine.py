@@ -274,8 +274,20 @@ def make_local_engine(context: EngineContext) -> LocalEngine:
     )
 
 
+# names of towers and their projectors in transformers' classes
+TOWERS = (
+    *("visual", "vision_tower", "multi_modal_projector", "mm_projector"),
+    *("embed_vision", "audio_tower", "embed_audio"),
+)
+
+
 def cache_bytes_per_token(config: PretrainedConfig, dtype: torch.dtype) -> int:
     """KV cache bytes per token over all layers. config: of the text model."""
+    if getattr(config, "is_heterogeneous", False):  # heads of layers differ
+        layers = (config.per_layer_config[n] for n in range(config.num_hidden_layers))
+        return sum(
+            2 * layer.num_key_value_heads * layer.head_dim * dtype.itemsize for layer in layers
+        )
     heads = config.num_attention_heads
     if getattr(config, "kv_lora_rank", None):  # MLA caches the latents of all heads
         width = config.kv_lora_rank + config.qk_rope_head_dim
@@ -289,7 +301,7 @@ def remove_tower(model: torch.nn.Module) -> None:
     """Drop what computes the features of images, whose weights are not synced: prompts have
     none."""
     for module in (model, getattr(model, "model", model)):
-        for name in ("visual", "vision_tower", "multi_modal_projector", "mm_projector"):
+        for name in TOWERS:
             if hasattr(module, name):
                 setattr(module, name, None)
 

@@ -17,6 +17,7 @@ from slime_like.megatron.model.delta_net import DeltaNetSubmodules, GatedDeltaNe
 from slime_like.megatron.model.kimi_delta import KimiDeltaNet
 from slime_like.megatron.model.mamba import Mamba2
 from slime_like.megatron.model.norms import ZeroCenteredRMSNorm
+from slime_like.megatron.model.short_conv import ShortConv
 
 IN_CHECKPOINTS = "self_attention.in_proj.layer_norm_"  # name of the input norm in checkpoints
 
@@ -71,6 +72,8 @@ def _delta_net(
     that is the query's, which has no norm in front with Transformer Engine either."""
     if not getattr(config, "linear_decay_per_channel", False):
         parts = DeltaNetSubmodules(attention.linear_qkv, attention.linear_proj)
+        if hasattr(config, "short_conv"):  # a ShortConvConfig
+            return ModuleSpec(ShortConv, submodules=parts)
         mamba = hasattr(config, "block_pattern")  # a MambaConfig
         return ModuleSpec(Mamba2 if mamba else GatedDeltaNet, submodules=parts)
     parts = DeltaNetSubmodules(attention.linear_q_proj, attention.linear_proj)

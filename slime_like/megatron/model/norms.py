@@ -85,19 +85,32 @@ class PostNormLayer(TransformerLayer):
             self.self_attn_bda = _apply_before(multiply, self.self_attn_bda)
             self.mlp_bda = _apply_before(multiply, self.mlp_bda)
         self.rotary_base: float | None = None  # replaces that of the model
+        self.rotary_width = getattr(config, "window_channels", None)
+        self.rotary_share = getattr(config, "rotary_share", 1.0)
         size = config.window_size
         layers = config.window_attn_skip_freq
         if is_layer_window_attention(size, layers, self.layer_number):
+            self.rotary_share = 1.0
             self.rotary_base = config.window_rotary_base
             if self.rotary_base is not None and config.yarn_rotary_scaling_factor != 1:
                 _without_yarns_scale(self.self_attention)
+        self.has_scalar = getattr(config, "layer_scalars", False)
+        if self.has_scalar:  # not trained, as in transformers
+            self.register_buffer("layer_scalar", torch.ones(1, dtype=config.params_dtype))
 
     def forward(self, *args: object, **settings: object) -> object:
         angles = settings.get("rotary_pos_emb")
         if self.rotary_base is not None and angles is not None:
             assert isinstance(angles, Tensor)
-            settings["rotary_pos_emb"] = _angles(angles, self.rotary_base)
-        return super().forward(*args, **settings)
+            settings["rotary_pos_emb"] = _angles(angles, self.rotary_base, self.rotary_width)
+        elif self.rotary_share < 1.0 and angles is not None:
+            assert isinstance(angles, Tensor)
+            settings["rotary_pos_emb"] = _turn_a_share(angles, self.rotary_share)
+        output = super().forward(*args, **settings)
+        if not self.has_scalar:
+            return output
+        hidden, *others = output
+        return hidden * self.layer_scalar, *others
 
 
 def _without_yarns_scale(attention: Any) -> None:
@@ -114,11 +127,18 @@ def _norm(config: TransformerConfig) -> torch.nn.Module:
     return RMSNorm(config)
 
 
-def _angles(like: Tensor, base: float) -> Tensor:
-    """Angles of a plain rotary embedding with base `base`, in the shape of `like`:
-    [positions, 1, 1, d]."""
+def _turn_a_share(angles: Tensor, share: float) -> Tensor:
+    """The angles [positions, 1, 1, d] of the first pairs of halves; the others are 0."""
+    half = angles.size(-1) // 2
+    kept = torch.arange(half, device=angles.device) < int(share * half)
+    return angles * kept.repeat(2)
+
+
+def _angles(like: Tensor, base: float, width: int | None = None) -> Tensor:
+    """Angles of a plain rotary embedding with base `base`, [positions, 1, 1, width], on the device
+    of `like` and, without `width`, in its shape."""
     positions = like.size(0)
-    dim = like.size(-1)
+    dim = like.size(-1) if width is None else width
     steps = torch.arange(0, dim, 2, dtype=torch.float32, device=like.device) / dim
     rows = torch.arange(positions, dtype=torch.float32, device=like.device)
     half = torch.outer(rows, 1.0 / base**steps)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -162,6 +162,19 @@ def head_weight(module: torch.nn.Module) -> Tensor:
     return model.head_weight()
 
 
+def logit_softcap(module: torch.nn.Module) -> float | None:
+    """The cap of a network's logits, if it has one."""
+    cap: float | None = getattr(unwrap_model(module).config, "logit_softcap", None)
+    return cap
+
+
+def logits_of(module: torch.nn.Module, hidden: Tensor) -> Tensor:
+    """Logits [..., V_padded / tp] of a last chunk's hidden states, all at once: for comparisons."""
+    logits = hidden @ head_weight(module).t()
+    cap = logit_softcap(module)
+    return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
 @dataclass(frozen=True, slots=True)
 class LogProbHead:
     """Computes log-probs from hidden states; see `fused_linear_log_probs`."""
@@ -174,6 +187,7 @@ class LogProbHead:
     # forward-only passes: add a column with the sum of squared probabilities
     squared_probs: bool = False
     top_k: int = 0  # add columns with the most likely tokens
+    softcap: float | None = None  # of the model's logits; it does not change their order
 
     def log_probs_and_entropy(
         self, hidden: Tensor, weight: Tensor, batch: MicroBatch
@@ -218,6 +232,7 @@ class LogProbHead:
             chunk_size=self.chunk_size,
             sampling_mask=batch.sampling_mask,
             squared_out=squares,
+            softcap=self.softcap,
         )
         # both depend on hidden states and weight even without active tokens, so that every rank
         # runs backward and takes part in its collectives
@@ -231,6 +246,7 @@ class LogProbHead:
     ) -> Tensor:
         """Cross-entropy with the distributions given by the states `targets` [T, H]: [T], 0 at
         inactive rows."""
+        assert self.softcap is None, "no family with prediction layers has a cap of logits"
         rows = active_rows(batch)
         losses = soft_cross_entropy(
             hidden[0],
@@ -252,14 +268,15 @@ class LogProbHead:
 
     def __call__(self, model: torch.nn.Module, batch: MicroBatch, hidden: Tensor) -> TokenOutput:
         """Columns: log-probs, entropies; optionally sums of squared probabilities, log-probs of
-        label sets, and top-k tokens."""
+        label sets, and top-k tokens. A teacher may have another cap of logits."""
         weight = head_weight(model)
+        head = replace(self, softcap=logit_softcap(model))
         if batch.label_sets is not None:
-            log_probs, entropy, label_log_probs = self.log_probs_of_sets(hidden, weight, batch)
+            log_probs, entropy, label_log_probs = head.log_probs_of_sets(hidden, weight, batch)
             return TokenOutput((log_probs, entropy, *label_log_probs.unbind(1)))
         labels = batch.labels[0]
         squared = self.squared_probs
-        columns = self._columns(hidden, weight, batch, labels, squared=squared)
+        columns = head._columns(hidden, weight, batch, labels, squared=squared)
         if self.top_k:
             columns += self._top_tokens(hidden, weight, batch).to(columns[0].dtype).unbind(1)
         return TokenOutput(columns)

@@ -52,6 +52,7 @@ class Projection:
     num_columns: int  # columns of this rank, without padding
     chunk_size: int
     sampling_mask: Tensor | None = None  # [N, K] int64, relative to this rank's first token
+    softcap: float | None = None  # logits z are cap * tanh(z / cap), before the temperature
 
     @property
     def dtype(self) -> torch.dtype:
@@ -90,9 +91,18 @@ class Projection:
             logits.copy_(torch.mm(hidden, weight.t()))
         if self.bias is not None:
             logits.add_(self.bias[columns])
+        if self.softcap is not None:
+            logits.div_(self.softcap).tanh_().mul_(self.softcap)
         if self.temperature != 1:
             logits.mul_(1 / self.temperature)
         return logits, scratch
+
+    def slope(self, logits: Tensor) -> Tensor | None:
+        """d capped / d z of a block of `blocks`, 1 - tanh(z / cap)^2, newly allocated; None without
+        a cap."""
+        if self.softcap is None:
+            return None
+        return 1 - (logits * (self.temperature / self.softcap)).square_()
 
     @property
     def has_banned(self) -> bool:
@@ -205,7 +215,8 @@ def _rescale(total: Tensor, weighted: Tensor, squared: Tensor, change: Tensor) -
 
 
 class _Context(AutogradContext, Protocol):
-    settings: tuple[float, int, int]  # temperature, columns, chunk size
+    # temperature, columns, chunk size, cap
+    settings: tuple[float, int, int, float | None]
 
 
 class _FusedLinearLogProbs(torch.autograd.Function):
@@ -222,10 +233,12 @@ class _FusedLinearLogProbs(torch.autograd.Function):
         chunk_size: int,
         sampling_mask: Tensor | None,
         squares: bool,
+        softcap: float | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         vocab_start, num_columns = columns_of_rank(weight, vocab_size, group)
         sampling_mask = None if sampling_mask is None else sampling_mask.long() - vocab_start
-        head = Projection(hidden, weight, bias, temperature, num_columns, chunk_size, sampling_mask)
+        settings = temperature, num_columns, chunk_size
+        head = Projection(hidden, weight, bias, *settings, sampling_mask, softcap)
         local_labels = labels - vocab_start
         label_logit, log_normaliser, entropy, squared = _softmax_statistics(
             head, local_labels, group, squares=squares
@@ -233,7 +246,7 @@ class _FusedLinearLogProbs(torch.autograd.Function):
         ctx.save_for_backward(
             hidden, weight, bias, local_labels, log_normaliser, entropy, sampling_mask
         )
-        ctx.settings = temperature, num_columns, chunk_size
+        ctx.settings = (*settings, softcap)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(squared)
         return label_logit - log_normaliser.unsqueeze(1), entropy, squared
@@ -245,8 +258,9 @@ class _FusedLinearLogProbs(torch.autograd.Function):
         hidden, weight, bias, local_labels, log_normaliser, entropy, sampling_mask = (
             ctx.saved_tensors
         )
-        temperature, num_columns, chunk_size = ctx.settings
-        head = Projection(hidden, weight, bias, temperature, num_columns, chunk_size, sampling_mask)
+        temperature, num_columns, chunk_size, softcap = ctx.settings
+        settings = temperature, num_columns, chunk_size
+        head = Projection(hidden, weight, bias, *settings, sampling_mask, softcap)
         # grad z = p (slope (z - log normaliser) + offset), plus label_grads at the labels
         if grad_log_probs is None:
             label_grads = entropy.new_zeros(local_labels.shape)
@@ -261,6 +275,7 @@ class _FusedLinearLogProbs(torch.autograd.Function):
         for columns in head.column_blocks():
             for rows in head.row_blocks():
                 z, p = head.blocks(workspace, rows, columns)
+                of_cap = head.slope(z)
                 column, in_block = _in_block(local_labels[rows], columns)
                 head.restrict(z, rows, columns, column, in_block)
                 z = head.shifted(z, log_normaliser[rows])
@@ -270,8 +285,10 @@ class _FusedLinearLogProbs(torch.autograd.Function):
                     factor = z.mul_(slope[rows].unsqueeze(1)).add_(factor)
                 p.mul_(factor)
                 p.scatter_add_(1, column, torch.where(in_block, label_grads[rows], 0.0))
+                if of_cap is not None:
+                    p.mul_(of_cap)
                 grads.add(p, rows, columns)
-        return (*grads.results(), None, None, None, None, None, None, None)
+        return (*grads.results(), None, None, None, None, None, None, None, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,6 +365,7 @@ def fused_linear_log_probs(
     chunk_size: int = DEFAULT_CHUNK_SIZE,
     sampling_mask: Tensor | None = None,
     squared_out: Tensor | None = None,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probs of labels and entropy of softmax((hidden weight^T + bias) / temperature).
 
@@ -369,11 +387,13 @@ def fused_linear_log_probs(
         top-p
             left to the sampler. Only these and the label get probability. Not with labels [T, K].
         squared_out: [N], filled with the sum of squared probabilities, without gradient.
+        softcap: Logits z are softcap * tanh(z / softcap), before the temperature.
 
     Returns:
         (log-probs [N], or [N, K] for labels [T, K]; entropy [N]), float32 for narrower inputs.
     """
     single = labels.dim() == 1
+    assert bias is None or softcap is None, "a banned token would have the lowest capped logit"
     assert single or sampling_mask is None, "some of K labels may be banned"
     hidden = rows_to_score(hidden, rows, tp_group, sequence_parallel=sequence_parallel)
     if rows is not None:
@@ -387,6 +407,7 @@ def fused_linear_log_probs(
         chunk_size,
         sampling_mask,
         squared_out is not None,
+        softcap,
     )
     log_probs, entropy, squared = _FusedLinearLogProbs.apply(
         hidden, weight, bias, labels, *settings

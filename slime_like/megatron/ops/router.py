@@ -119,6 +119,11 @@ class PackedRouter(TopKRouter):
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         probs, routing_map = super().routing(logits, padding_mask)
+        if epsilon := getattr(self.config, "router_epsilon", 0.0):
+            # LFM2 divides sigmoids by their sum and this, megatron-core by their sum and 1e-20
+            scores = logits.view(-1, self.num_experts).to(probs.dtype).sigmoid()
+            total = (scores * routing_map).sum(dim=1, keepdim=True)
+            probs = probs * (total / (total + epsilon))
         if self._first_call and padding_mask is not None:
             self.load += (routing_map & ~padding_mask.view(-1, 1)).sum(dim=0)
         return probs, routing_map

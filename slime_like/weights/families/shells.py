@@ -13,6 +13,7 @@ from slime_like.weights.families import (  # noqa: F401  (each registers the tex
     deepseek_v3,
     exaone4,
     gemma3,
+    gemma4,
     glm4,
     glm4_moe,
     mistral,
@@ -67,6 +68,12 @@ KIMI_KEYS = frozenset(
         "projection_layer_norm_eps",
         "projection_hidden_act",
         "mm_hidden_size",
+    }
+)
+GEMMA4_KEYS = frozenset(
+    {
+        *("audio_config", "audio_token_id", "boa_token_id", "eoa_token_id", "eoa_token_index"),
+        *("boi_token_id", "eoi_token_id", "vision_soft_tokens_per_image"),
     }
 )
 # settings of a tiny tower of Qwen's
@@ -249,6 +256,21 @@ for _family in (
             features="mm_tokens_per_image",
             both_directions=True,
         ),
+    ),
+    shell(
+        dataclasses.replace(gemma4.GEMMA4, keys=gemma4.GEMMA4.keys | GEMMA4_KEYS),
+        "Gemma4ForConditionalGeneration",
+        "gemma4",
+        ("gemma4_text",),
+        IN_MODEL,
+        ("model.vision_tower.", "model.embed_vision.", "model.audio_tower.", "model.embed_audio."),
+        ("gemma-4-31B",),
+        {
+            **{"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 24, "head_dim": 8},
+            **{"num_attention_heads": 2, "num_key_value_heads": 2, "position_embedding_size": 8},
+        },
+        {"pad_token_id": 0},  # which transformers' class needs
+        vision="is offered here without images",
     ),
     shell(
         model_families.get("MistralForCausalLM"),

@@ -105,6 +105,14 @@ MIMO_V2 = {
     **dict.fromkeys(("num_experts", "mlp_only_layers")), "sliding_window": 128, "hybrid_layer_pattern": [0, 1, 1, 0],
     "rope_parameters": {kind: {"partial_rotary_factor": 0.5} for kind in ("full_attention", "sliding_attention")}, "rope_theta": None,
 }  # fmt: skip
+GEMMA4 = {
+    **GEMMA3, "architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4_text", "query_pre_attn_scalar": None, "global_head_dim": 24,
+    "num_global_key_value_heads": 1, "attention_k_eq_v": True, "hidden_size_per_layer_input": 0, "rope_theta": None, "hidden_act": None,
+}  # fmt: skip
+LFM2 = {
+    **MOE, "architectures": ["Lfm2MoeForCausalLM"], "model_type": "lfm2_moe", "conv_L_cache": 3, "num_dense_layers": 1, "head_dim": None,
+    "layer_types": ["conv", "conv", "full_attention", "conv"], "mlp_only_layers": None, "hidden_act": None, "rms_norm_eps": None,
+}  # fmt: skip
 GLM4 = {"architectures": ["Glm4ForCausalLM"], "model_type": "glm4"}
 
 
@@ -210,7 +218,7 @@ def test_the_advice_helps(tmp_path: Path) -> None:
     "changes",
     [
         *({}, MOE, {"tie_word_embeddings": False}, DELTA_NETS, KIMI, NEMOTRON, GLM5, MINIMAX, GLM4),
-        *(QWEN4, GPT_OSS, GEMMA3, GRANITE, MIMO_V2),
+        *(QWEN4, GPT_OSS, GEMMA3, GRANITE, MIMO_V2, GEMMA4, LFM2),
     ],
     ids=[
         "dense, tied",
@@ -227,6 +235,8 @@ def test_the_advice_helps(tmp_path: Path) -> None:
         "Gemma 3",
         "Granite",
         "MiMo-V2",
+        "Gemma 4",
+        "LFM2",
     ],
 )
 def test_formula_of_parameters(tmp_path: Path, changes: dict[str, Any]) -> None:
@@ -255,21 +265,22 @@ def test_parameters_of_nemotron_3_nano(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("changes", "layers"),
-    [(DELTA_NETS, 2), (KIMI, 3), (NEMOTRON, 2)],
-    ids=["gated", "Kimi delta attention", "Mamba-2"],
+    [(DELTA_NETS, 2), (KIMI, 3), (NEMOTRON, 2), (LFM2, 3)],
+    ids=["gated", "Kimi delta attention", "Mamba-2", "short convolutions"],
 )
 def test_a_micro_batch_through_delta_nets(
     tmp_path: Path, changes: dict[str, Any], layers: int
 ) -> None:
     """So many layers exchange whole sequences with the other context-parallel rank, there and back,
-    in both passes. Their kernels keep less than the rule in plain torch; Mamba-2 has none."""
+    in both passes. Their kernels keep less than the rule in plain torch; Mamba-2 and short
+    convolutions have none."""
     config = tiny(tmp_path, "--context-parallel-size", "2", changes=changes, world=2)
     with world_as_rank(config.parallel, virtual_stages=None, rank=0, world_size=2) as layout:
         built = build_rank(config.megatron, config.gpt, layout, gpu=True)
         kernels, plain = (run_stage(built, 256, gpu=gpu) for gpu in (True, False))
     assert plain.traffic["alltoall_base", "context"].calls == layers * 4
     assert plain.traffic["alltoall_base", "context"] == kernels.traffic["alltoall_base", "context"]
-    assert kernels.kept < plain.kept or changes is NEMOTRON
+    assert kernels.kept < plain.kept or changes in (NEMOTRON, LFM2)
 
 
 def test_a_micro_batch_through_memories(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
     DynamicCache,
+    Gemma4TextConfig,
     LlamaConfig,
     MixtralConfig,
     PretrainedConfig,
@@ -249,7 +250,7 @@ def test_tokens_depend_on_the_seed_alone(built: Built) -> None:
     assert other.tokens != expected[0].tokens
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "deepseek_v3"])
+@pytest.mark.parametrize("family", [*FAMILIES, "deepseek_v3", "gemma4"])
 def test_bytes_of_a_token_in_the_cache(family: str) -> None:
     """Against transformers' own cache."""
     latent = DeepseekV3Config(
@@ -258,7 +259,13 @@ def test_bytes_of_a_token_in_the_cache(family: str) -> None:
         v_head_dim=6,
         first_k_dense_replace=1,
     )
-    config = FAMILIES.get(family, latent)
+    by_layer = Gemma4TextConfig(
+        **SHAPE,
+        **dict(global_head_dim=12, num_global_key_value_heads=1, attention_k_eq_v=True),
+        **dict(layer_types=["sliding_attention", "full_attention"], sliding_window=9),
+        hidden_size_per_layer_input=0,
+    )
+    config = {**FAMILIES, "deepseek_v3": latent, "gemma4": by_layer}[family]
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     cache = DynamicCache(config=config)
     with torch.no_grad():

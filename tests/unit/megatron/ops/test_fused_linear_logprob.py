@@ -44,11 +44,13 @@ def problem(
 
 def through_logits(
     hidden: Tensor, weight: Tensor, labels: Tensor, *, vocab_size: int, rows: Tensor | None = None, bias: Tensor | None = None,
-    temperature: float = 1.0,
+    temperature: float = 1.0, softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     if rows is not None:
         hidden, labels = hidden[rows], labels[rows]
     logits = hidden @ weight.T + (0.0 if bias is None else bias)
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
     log_p = (logits[:, :vocab_size] / temperature).log_softmax(-1)
     banned = log_p == float("-inf")
     p_log_p = log_p.exp() * log_p.masked_fill(banned, 0.0)
@@ -93,6 +95,16 @@ def test_values_and_gradients_in_float64(
         got, values_and_gradients(through_logits, arguments, uses, temperature=temperature), 1e-12
     )
     assert (got[3][vocab_size:] == 0).all()
+
+
+@pytest.mark.parametrize("uses", ["both", "log_probs", "entropy"])
+@pytest.mark.parametrize(("softcap", "temperature"), [(0.7, 1.0), (30.0, 0.6)])
+def test_a_cap_of_logits(softcap: float, temperature: float, uses: str) -> None:
+    """Before the temperature; far above and far below the logits."""
+    arguments = problem(33)
+    settings = {"softcap": softcap, "temperature": temperature}
+    got = values_and_gradients(fused_linear_log_probs, arguments, uses, chunk_size=5, **settings)
+    assert_same(got, values_and_gradients(through_logits, arguments, uses, **settings), 1e-12)
 
 
 @pytest.mark.parametrize("chunk_size", [1, 5, -1])

@@ -1,0 +1,113 @@
+"""Gemma 4: the published config.json is the network that transformers saves, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from arguments.hf.model import read_hf_model
+from arguments.megatron_configs import activation_function, transformer_config_type
+from arguments.schema import GPTModelConfig
+from slime_like.config import ConfigError
+from slime_like.preflight.shape import shape_of
+
+# 60 layers of which every sixth has no window
+TEXT: dict[str, Any] = {
+    **{"model_type": "gemma4_text", "vocab_size": 262144, "hidden_size": 5376, "head_dim": 256},
+    **{"intermediate_size": 21504, "num_hidden_layers": 60, "num_attention_heads": 32},
+    **{"num_key_value_heads": 16, "attention_k_eq_v": True, "sliding_window": 1024},
+    **{"max_position_embeddings": 262144, "hidden_activation": "gelu_pytorch_tanh"},
+    **{"final_logit_softcapping": 30.0, "hidden_size_per_layer_input": 0, "rms_norm_eps": 1e-6},
+    **{"num_kv_shared_layers": 0, "enable_moe_block": False, "use_double_wide_mlp": False},
+    **{"use_bidirectional_attention": "vision", "vocab_size_per_layer_input": 262144},
+    **{"attention_bias": False, "attention_dropout": 0.0, "num_experts": None},
+    "rope_parameters": {
+        "full_attention": {
+            **{"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25}
+        },
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    },
+}
+KINDS = ["sliding_attention"] * 5 + ["full_attention"]
+PUBLISHED = {
+    **TEXT,
+    **{"global_head_dim": 512, "num_global_key_value_heads": 4, "tie_word_embeddings": True},
+    "layer_types": KINDS * 10,
+}
+SAVED = {
+    **{**TEXT, "layer_types": KINDS * 10, "use_bidirectional_attention": None},
+    "per_layer_config": {
+        str(n): {"head_dim": 512, "num_key_value_heads": 4} for n in range(5, 60, 6)
+    },
+}
+
+
+def write(folder: Path, text: dict[str, Any], **keys: Any) -> str:
+    config = {
+        **{"architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4"},
+        **{"vision_config": {"hidden_size": 1152}, "audio_config": None, "image_token_id": 258880},
+        **{"vision_soft_tokens_per_image": 280, "boi_token_id": 255999, "eoi_token_id": 258882},
+        **{"dtype": "bfloat16", "text_config": text, **keys},
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def test_both_forms_are_one_network(tmp_path: Path) -> None:
+    published = read_hf_model(write(tmp_path, PUBLISHED))
+    assert published == read_hf_model(write(tmp_path, SAVED))
+    bare = {**PUBLISHED}
+    for key in ("layer_types", "rope_parameters", "global_head_dim"):
+        del bare[key]
+    assert published == read_hf_model(write(tmp_path, bare)), "transformers' defaults"
+    found = published.transformer
+    assert (found["kv_channels"], found["window_channels"]) == (512, 256)
+    assert (found["num_query_groups"], found["window_groups"]) == (4, 16)
+    assert found["window_attn_skip_freq"] == [1, 1, 1, 1, 1, 0] * 10
+    assert (found["rotary_share"], found["window_rotary_base"]) == (0.25, 10000.0)
+    assert published.gpt["rotary_base"] == 1e6 and published.gpt["rotary_percent"] == 1.0
+    assert (found["logit_softcap"], found["softmax_scale"]) == (30.0, 1.0)
+    assert not published.gpt["untie_embeddings_and_output_weights"]
+
+
+def test_parameters(tmp_path: Path) -> None:
+    """30.7 billion, the text of the 31B model, as counted by hand from the file's sizes."""
+    model = read_hf_model(write(tmp_path, PUBLISHED))
+    found = model.transformer
+    own = {"activation_func": activation_function(found["activation_func"])}
+    config = transformer_config_type(found)(**{**found, **own}, transformer_impl="local")
+    mlp, norms = 3 * 21504, 4
+    near = 32 * 256 * 2 + 2 * 16 * 256
+    far = 32 * 512 * 2 + 4 * 512
+    expected = 5376 * (262144 + 1 + 60 * (mlp + norms) + 50 * near + 10 * far)
+    expected += 2 * (50 * 256 + 10 * 512)
+    assert shape_of(config, GPTModelConfig(**model.gpt)).total == expected
+    assert expected / 1e9 == pytest.approx(30.7, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size_per_layer_input": 256}, "embeddings by layer are not supported"),
+        ({"num_kv_shared_layers": 20}, "layers that share keys and values are not supported"),
+        ({"enable_moe_block": True}, "experts beside the MLP are not supported"),
+        ({"use_bidirectional_attention": "all"}, "only causal attention"),
+        ({"num_global_key_value_heads": 5}, "5 key heads of layers without a window"),
+        ({"per_layer_config": {"0": {"head_dim": 512}}}, "per_layer_config .* is not supported"),
+        ({"per_layer_config": {"5": {"sliding_window": 4}}}, "per_layer_config .* not supported"),
+        ({"per_layer_config": {"5": {"head_dim": 512}}}, "equally in all layers without a window"),
+        ({"hidden_activation": "silu"}, "hidden_activation 'silu' is not supported"),
+    ],
+)
+def test_refused_by_name(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_hf_model(write(tmp_path, {**PUBLISHED, **changes}))
+
+
+def test_embeddings_by_layer_are_transformers_default(tmp_path: Path) -> None:
+    text = {name: value for name, value in PUBLISHED.items() if "per_layer_input" not in name}
+    with pytest.raises(ConfigError, match="hidden_size_per_layer_input 256: embeddings by layer"):
+        read_hf_model(write(tmp_path, text))
