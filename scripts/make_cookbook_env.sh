@@ -9,6 +9,15 @@ if [ -e "$env/.ready" ]; then
   exit 0
 fi
 "${PYTHON:-python3}" -m venv "$env"
-"$env/bin/pip" install --quiet --constraint "$here/../constraints.txt" torch
-"$env/bin/pip" install --quiet --constraint "$here/../constraints.txt" "tinker>=0.38,<0.39" "tinker-cookbook[math-rl]>=0.5.8,<0.6"
+install() {
+  "$env/bin/pip" install --quiet --constraint "$here/../constraints.txt" "$@"
+}
+install torch
+if ! install "tinker>=0.38,<0.39" "tinker-cookbook[math-rl]>=0.6,<0.7"; then
+  # tml-renderers renders chats of Thinking Machines' own models; an index without the release that the cookbook asks
+  # for serves all others
+  echo "the cookbook without tml-renderers >= 0.4.1, which this index does not carry"
+  install "tinker>=0.38,<0.39" "tinker-cookbook[math-rl]>=0.5.8,<0.6" tml-renderers "pyrage>=1.4"
+  install --no-deps "tinker-cookbook>=0.6,<0.7"
+fi
 touch "$env/.ready"

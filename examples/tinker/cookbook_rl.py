@@ -127,6 +127,11 @@ def main() -> None:
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--heldout-size", type=int, default=128)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument(
+        "--max-steps-off-policy",
+        type=int,
+        help="sample this many steps ahead, with the cookbook's loss for it; default: synchronous",
+    )
     options = parser.parse_args()
     os.environ.setdefault("TINKER_API_KEY", "tml-local-example")
 
@@ -143,7 +148,11 @@ def main() -> None:
         group_size=options.group_size,
         heldout_size=options.heldout_size,
     )
+    ahead = options.max_steps_off_policy
     config = train.Config(
+        async_config=None
+        if ahead is None
+        else train.AsyncConfig(max_steps_off_policy=ahead, groups_per_batch=options.batch_size),
         learning_rate=options.learning_rate,
         dataset_builder=rows,
         model_name=options.model,

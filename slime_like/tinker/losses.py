@@ -198,6 +198,8 @@ def _stable_reinforce(config: _Config) -> ServedLoss:
         "cispo",
         {"cispo_eps_clip_low": 1.0, "cispo_eps_clip_high": bound - 1},
         frozenset({"target_tokens", "advantages"}),
+        # the cookbook sends the log-probs that it was given; those of the record take their place
+        frozenset({"weights", "logprobs"}),
         kl_coef=kl_coef,
     )
 

@@ -24,17 +24,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def cookbook(tmp_path: Path) -> Cookbook:
-    """Runs the environment's Python in a folder; returns the last line that it printed."""
+    """Runs the environment's Python in a folder, for the server at `url`; returns what it
+    printed."""
     python = (
         Path(os.environ.get("COOKBOOK_ENV", ROOT / ".venv-cookbook")).resolve() / "bin" / "python"
     )
     assert python.exists(), f"{python} is not there: make cookbook-env"
 
-    def run(*command: object, folder: Path = ROOT) -> str:
+    def run(*command: object, folder: Path = ROOT, url: str = "", typed: str = "") -> str:
         offline = {
             "HF_HUB_OFFLINE": "1",
             "TINKER_API_KEY": "tml-key-of-the-tests",
             "OMP_NUM_THREADS": "1",
+            "TINKER_BASE_URL": url,  # for recipes without a base_url
         }
         done = subprocess.run(
             [str(python), *map(str, command)],
@@ -42,9 +44,10 @@ def cookbook(tmp_path: Path) -> Cookbook:
             env={**clean_environment(), **offline},
             capture_output=True,
             text=True,
+            input=typed,
             timeout=600,
         )
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-        return (done.stdout.strip().splitlines() or [""])[-1]
+        return done.stdout
 
     return run

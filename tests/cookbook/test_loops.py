@@ -42,7 +42,7 @@ def column(folder: Path, name: str) -> list[float]:
 def test_the_librarys_loops(demo: Path, cookbook: Cookbook, tmp_path: Path) -> None:
     """supervised.train from nothing with the SDK's defaults, rl.train from its state, and rl.train
     again from where that one ended."""
-    sl, rl = tmp_path / "sl", tmp_path / "rl"
+    sl, rl, ahead = tmp_path / "sl", tmp_path / "rl", tmp_path / "ahead"
     with ApiServer(demo / "model", tmp_path / "server") as server:
         common = ("--base-url", server.url, "--model", demo / "model")
         cookbook(
@@ -74,7 +74,26 @@ def test_the_librarys_loops(demo: Path, cookbook: Cookbook, tmp_path: Path) -> N
                 steps,
                 *sizes,
             )
-            assert len(rows(rl / "metrics.jsonl")) == steps
+            assert len(column(rl, "progress/batch")) == steps
+        # its asynchronous default: stable_reinforce, on records of the server
+        cookbook(
+            "examples/tinker/cookbook_rl.py",
+            *common,
+            "--data",
+            demo,
+            "--log-path",
+            ahead,
+            "--start-from",
+            sl,
+            "--steps",
+            3,
+            "--max-steps-off-policy",
+            1,
+            *sizes,
+        )
+        assert (
+            len(column(ahead, "grad_norm")) == 3 and max(column(ahead, "async/staleness_max")) <= 1
+        )
     differences = column(rl, "optim/kl_sample_train_v1")
     assert len(differences) == 4 and max(map(abs, differences)) < 1e-4, (
         "samplers and trainer have the same weights"

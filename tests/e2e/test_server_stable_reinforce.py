@@ -66,6 +66,11 @@ def test_the_loss_is_that_of_its_page(api: ApiServer, restricted: dict[str, Any]
     sequences = sampled(sampler, **restricted)
     advantages = [1.0, -2.0, 0.5]
     data = [datum(s, a) for s, a in zip(sequences, advantages, strict=True)]
+    # log-probs that the cookbook sends along: the record counts
+    for each in data:
+        each.loss_fn_inputs["logprobs"] = types.TensorData.from_torch(
+            torch.full((each.model_input.length,), -7.0)
+        )
     recorded = [torch.tensor(s.logprobs) for s in sequences]
     config = {"kl_coeff": 0.3, "ratio_bound": 1.5}
     cut = 0

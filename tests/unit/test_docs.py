@@ -41,7 +41,7 @@ FOREIGN = {
     " --batch --rdzv-conf --no-kill --nodelist --noheader --Node --format",
     "sglang.launch_server": "--model-path --host --port --tp-size --device --dtype --attention-backend --enable-return-routed-experts",
     "tensorboard": "--logdir",
-    "examples/tinker": "--model --base-url --demo --learning-rate --log-path --start-from --stop-after",
+    "examples/tinker": "--model --base-url --demo --learning-rate --log-path --max-steps-off-policy --start-from --stop-after",
     "of a user's module": "--my-weight --spo-eps",
     "passed on to SGLang": "--sglang-mem-fraction-static --sglang-enable-deterministic-inference",
     "vllm serve": "--logprobs-mode --worker-extension-cls --enable-scale-out --max-model-len",
