@@ -9,7 +9,9 @@ import os
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -125,7 +127,7 @@ def test_shell_completion(tmp_path: Path) -> None:
     assert shell_completes("slime-like new --hf", tmp_path) == ["--hf-checkpoint"]
 
 
-def json_rows(path: Path) -> list[dict[str, str]]:
+def json_rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
@@ -171,6 +173,28 @@ def test_a_project_around_a_model_of_ones_own(
     assert parse_args(["--config", "run.yaml"], 1).rollout.num_rollout
     with pytest.raises(ValueError, match="has files already"):
         write_project(folder, model, starter)
+
+
+def places(prompts: list[str]) -> set[tuple[int, str]]:
+    """(place from the end, character) of all prompts."""
+    return {(place, char) for text in prompts for place, char in enumerate(reversed(text))}
+
+
+@pytest.mark.parametrize("starter", ["agent", "sft-then-rl", "lora"])
+def test_what_is_asked_for_has_been_shown(starter: str, tmp_path: Path) -> None:
+    """A fine-tuned model hardly ever writes what no demonstration has, so no reward teaches it. The
+    price 0 was in none."""
+    write_files(tmp_path)
+    folder = tmp_path / "task"
+    write_project(folder, str(tmp_path / "hf"), starter)
+    demos = json_rows(folder / "demos.jsonl")
+    shown = [row["prompt"] if "prompt" in row else row["messages"][0]["content"] for row in demos]
+    for name in ("train", "heldout"):
+        asked = [row["prompt"] for row in json_rows(folder / f"{name}.jsonl")]
+        assert places(asked) <= places(shown), name
+    if starter == "agent":
+        prices = Counter(row["messages"][-1]["content"] for row in demos)
+        assert prices == dict.fromkeys("0123456789", 4), "agent.py says any of them"
 
 
 def test_a_package_that_is_missing_is_named(
