@@ -71,10 +71,11 @@ def _with_defaults(parsed: ParsedArgs, loss: PolicyLoss, program: Program) -> di
     """The given values, on top of the defaults of the program and of the kind of run."""
     values = {**program.values, **parsed.values}
     if values.get("loss_type") == "sft_loss":
-        values = {**SUPERVISED_DEFAULTS, **(PAIR_DEFAULTS if loss.pairs else {}), **values}
+        pairs = PAIR_DEFAULTS if loss.pairs or loss.mismatched else {}
+        values = {**SUPERVISED_DEFAULTS, **pairs, **values}
     if program.default_micro_batches:
         values = {**values, **default_micro_batches(values)}
-    return {"micro_batch_size": 2, **values} if loss.pairs else values
+    return {"micro_batch_size": 2, **values} if loss.pairs or loss.mismatched else values
 
 
 def make_draft(

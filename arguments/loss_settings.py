@@ -15,7 +15,12 @@ from slime_like.losses.registry import PolicyLoss, policy_losses
 
 CUSTOM = "custom_loss_function_path"
 # --loss-type -> --policy-loss-type
-PAIR_LOSS_TYPES = {"dpo_loss": "dpo", "rm_loss": "bradley_terry"}
+PAIR_LOSS_TYPES = {
+    "dpo_loss": "dpo",
+    "orpo_loss": "orpo",
+    "kto_loss": "kto",
+    "rm_loss": "bradley_terry",
+}
 
 
 def is_supervised(values: Mapping[str, object]) -> bool:

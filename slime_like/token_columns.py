@@ -39,6 +39,8 @@ class TokenColumns:
     observation_weights: Tensor | None = None
     # index of the token's datum in its call, for losses of whole datums (tinker/objectives.py)
     datums: Tensor | None = field(default=None, metadata={"dtype": "int64"})
+    # KTO's reference point z on every token (losses/kto.py)
+    reference_points: Tensor | None = None
     # critic values before the update
     values: Tensor | None = None
     # targets of the critic; NaN where there is no target

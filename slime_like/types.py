@@ -76,6 +76,7 @@ class Prompt:
     rejected: Prompt | None = None  # in a preference pair, the same prompt with the rejected answer
     # reward of the chosen answer minus that of the rejected one, where the data has it
     margin: float | None = None
+    desirable: bool | None = None  # whether the answer is, where the data say so
     images: tuple[EncodedImage, ...] = ()  # in the order of their placeholders
 
 

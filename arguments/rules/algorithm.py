@@ -212,7 +212,8 @@ def check_supervised_loss(s: Settings) -> list[Problem]:
     if not s.supervised:
         return []
     problems = []
-    if "policy_loss_type" in s.given and s.loss.name != "cross_entropy" and not s.loss.pairs:
+    supervised = s.loss.name == "cross_entropy" or s.loss.pairs or s.loss.mismatched
+    if "policy_loss_type" in s.given and not supervised:
         message = "cannot be combined with --loss-type sft_loss; remove it"
         problems += problem("policy_loss_type", s.algorithm.policy_loss_type, message)
     conversations = not s.loss.pairs and learns_conversations(s.algorithm.loss_type, s.data)
@@ -261,6 +262,34 @@ def check_pair_loss(s: Settings) -> list[Problem]:
     return problems
 
 
+def check_single_answers(s: Settings) -> list[Problem]:
+    """KTO needs answers with a verdict, and a whole optimizer step for its reference point."""
+    if not s.loss.mismatched:
+        return []
+    if not s.supervised:
+        message = "compares given answers; use --loss-type sft_loss"
+        return problem("policy_loss_type", s.algorithm.policy_loss_type, message)
+    problems = []
+    if s.data.desirable_key is None:
+        message = "required with --loss-type kto_loss: the field that says whether an answer is "
+        problems += problem("desirable_key", None, message + "desirable")
+    for data in s.data_configs:
+        if (data.prompt_data or "").startswith(TASK_PREFIX):
+            message = "does not say which answers are desirable; use a .jsonl or .parquet file"
+            problems += problem("prompt_data", data.prompt_data, message)
+    if s.rollout.rollout_batch_size < 2:
+        message = "must be above 1 with --loss-type kto_loss: the reference point compares rows"
+        problems += problem("rollout_batch_size", s.rollout.rollout_batch_size, message)
+    size = global_batch_of(s)
+    if size is not None and size != s.samples_per_rollout:
+        message = (
+            "must be 1 with --loss-type kto_loss: its reference point is of the policy before the "
+            "step"
+        )
+        problems += problem("num_steps_per_rollout", s.algorithm.num_steps_per_rollout, message)
+    return problems
+
+
 def check_cross_entropy(s: Settings) -> list[Problem]:
     if s.supervised or s.loss.name != "cross_entropy":
         return []
@@ -275,6 +304,7 @@ SUPERVISED_RULES: tuple[Rule, ...] = (
     check_supervised_loss,
     check_unused_supervised_flags,
     check_pair_loss,
+    check_single_answers,
     check_cross_entropy,
 )
 

@@ -98,9 +98,11 @@ def check_row_keys(s: Settings) -> list[Problem]:
     and those of evaluation sets."""
     data = s.data
     problems = []
-    names = ("input_key", "label_key")
+    names: tuple[str, ...] = ("input_key", "label_key")
     if s.algorithm.pair_loss is not None:
         names = ("chosen_key", "rejected_key")
+    if s.algorithm.scores_mismatches:
+        names = (*names, "desirable_key")
     for each in s.data_configs:
         keys = _keys_of(each.prompt_data or "", data.skip_bad_rows)
         for name in names:
@@ -150,6 +152,7 @@ def check_images(s: Settings) -> list[Problem]:
         message = "requires --apply-chat-template, since the template writes the placeholders"
         return problem("multimodal_keys", None, message)
     others = {
+        "--loss-type kto_loss": s.algorithm.scores_mismatches,
         "--opd-type self": s.distillation.teaches_itself,
         "--opd-teacher-url": s.distillation.served,
         "--data-source-path": s.scheduling.data_source_path is not None,

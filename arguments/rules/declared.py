@@ -36,7 +36,10 @@ def has_critic(s: Settings) -> bool:
 # Conditions on more than a single setting -> (test, description).
 FACTS: Mapping[str, tuple[Callable[[Settings], bool], str]] = {
     "@critic": (has_critic, "--advantage-estimator ppo"),
-    "@pairs": (lambda s: s.algorithm.pair_loss is not None, "--loss-type dpo_loss or rm_loss"),
+    "@pairs": (
+        lambda s: s.algorithm.pair_loss is not None,
+        "--loss-type dpo_loss, orpo_loss or rm_loss",
+    ),
     "@experts": (lambda s: bool(s.core.get("num_moe_experts")), "experts in the network"),
     "@cuda": (lambda s: s.machine.cuda, "a CUDA device"),
     "@transformer_engine": (

@@ -258,6 +258,8 @@ def check_supervised_samples(s: Settings) -> list[Problem]:
     if not s.supervised or s.rollout.n_samples_per_prompt == count:
         return []
     row = "a sample" if count == 1 else "a pair of answers"
+    if s.algorithm.scores_mismatches:
+        row = "an answer and a mismatched one"
     message = f"must be {count} with --loss-type sft_loss: a row is {row}; remove it"
     return problem("n_samples_per_prompt", s.rollout.n_samples_per_prompt, message)
 
@@ -266,7 +268,7 @@ def check_pairs(s: Settings) -> list[Problem]:
     """The two answers of a pair must be in the same optimizer step, rank and micro-batch."""
     size = global_batch_of(s)
     dp = s.data_parallel_size
-    if s.algorithm.pair_loss is None or size is None or dp is None:
+    if s.algorithm.preference_loss is None or size is None or dp is None:
         return []
     problems = []
     for name in BY_SAMPLES if not s.algorithm.use_dynamic_batch_size else ():

@@ -17,9 +17,18 @@ class AlgorithmConfig(CheckedSettings):
     loss_type: str = arg(
         "policy_loss",
         "policy_loss: reinforcement learning. sft_loss: supervised fine-tuning. dpo_loss, "
-        "rm_loss: train a policy or a reward model on preference pairs. custom_loss: policy_loss "
-        "with --custom-loss-function-path.",
-        choices=("policy_loss", "sft_loss", "dpo_loss", "rm_loss", "custom_loss"),
+        "orpo_loss, rm_loss: train a policy or a reward model on preference pairs. kto_loss: train "
+        "a policy on single answers, desirable or not. custom_loss: policy_loss with "
+        "--custom-loss-function-path.",
+        choices=(
+            "policy_loss",
+            "sft_loss",
+            "dpo_loss",
+            "orpo_loss",
+            "kto_loss",
+            "rm_loss",
+            "custom_loss",
+        ),
     )
     policy_loss_type: str = arg("ppo", "The policy loss.")
     custom_loss_function_path: str | None = arg(
@@ -311,17 +320,29 @@ class AlgorithmConfig(CheckedSettings):
     )
 
     @property
-    def pair_loss(self) -> PolicyLoss | None:
-        """The preference loss of the run, if it has one."""
+    def preference_loss(self) -> PolicyLoss | None:
+        """The preference loss of the run, of pairs or of single answers, if it has one."""
         if self.loss_type != "sft_loss" or self.custom_loss_function_path is not None:
             return None
         loss = policy_losses.get(self.policy_loss_type)
-        return loss if loss.pairs else None
+        return loss if loss.pairs or loss.mismatched else None
+
+    @property
+    def pair_loss(self) -> PolicyLoss | None:
+        """The preference loss of pairs, if the run has one."""
+        loss = self.preference_loss
+        return loss if loss is not None and loss.pairs else None
+
+    @property
+    def scores_mismatches(self) -> bool:
+        """Whether each answer comes with a mismatched one, for a reference point (KTO)."""
+        return self.preference_loss is not None and self.preference_loss.mismatched
 
     @property
     def samples_together(self) -> int:
-        """Number of adjacent samples that stay in one micro-batch: 2 for preference pairs."""
-        return 1 if self.pair_loss is None else 2
+        """Number of adjacent samples that stay on one rank: 2 for preference pairs, and for an
+        answer and its mismatched one."""
+        return 1 if self.preference_loss is None else 2
 
     @property
     def trains_reward_model(self) -> bool:
@@ -331,7 +352,8 @@ class AlgorithmConfig(CheckedSettings):
     @property
     def compares_with_reference(self) -> bool:
         """Whether the preference loss needs a reference model."""
-        return self.pair_loss is not None and "ref_log_probs" in self.pair_loss.needs
+        loss = self.preference_loss
+        return loss is not None and "ref_log_probs" in loss.needs
 
 
 # of what certificates cannot compare

@@ -48,6 +48,11 @@ class DataConfig(CheckedSettings):
         "Field with the margin that the two scores of a pair should differ by; default: 0.",
         only_with="policy_loss_type=bradley_terry",
     )
+    desirable_key: str | None = arg(
+        None,
+        "Field that says whether the row's answer is desirable: true or false, 1 or 0.",
+        only_with="policy_loss_type=kto",
+    )
     metadata_key: str = arg(
         "metadata", "Field with a JSON object that is passed to rewards and custom functions."
     )

@@ -26,6 +26,7 @@ from slime_like.advantages import (
     token_kl,
 )
 from slime_like.advantages.values import value_metrics
+from slime_like.advantages.whitening import all_reduce
 from slime_like.batching.delivery import SampleDelivery
 from slime_like.batching.log_probs import LogProbs, Scores, UpdateCheck
 from slime_like.batching.observations import with_observation_weights
@@ -38,6 +39,7 @@ from slime_like.batching.train_samples import map_steps, train_samples
 from slime_like.batching.turn_credit import check_trees, tree_reasons
 from slime_like.batching.user_hooks import RankData, group_rewards
 from slime_like.batching.value_exchange import ValueExchange, plan_of_critic
+from slime_like.guards.finite import check_finite
 from slime_like.guards.rollout import RolloutGuards
 from slime_like.logs import warn_rank_0
 from slime_like.megatron.backend import MegatronBackend
@@ -138,16 +140,45 @@ class BatchBuilder:
                 ref = self.log_probs.reference(rollout.local)
             rollout.check_finite({"log-prob of the reference": ref}, _BEFORE_STEPS)
 
+        mismatched = self.algorithm.scores_mismatches
+        point = self._reference_point(rollout, ref) if mismatched and ref is not None else None
+
         def with_inputs(i: int, sample: TrainSample) -> TrainSample:
             labels = None
             if self.algorithm.trains_reward_model:
                 # a scalar score belongs to the token's own row, not to the row that predicts it
                 labels = sample.tokens[-sample.response_length :]
-            ref_log_probs = None if ref is None else ref[i]
-            return dataclasses.replace(sample, ref_log_probs=ref_log_probs, labels=labels)
+            if ref is None:
+                return dataclasses.replace(sample, labels=labels)
+            sample = dataclasses.replace(sample, ref_log_probs=ref[i], labels=labels)
+            if point is None:
+                return sample
+            # doubled: the reduction has counted the mismatched samples, too
+            weights = 2 * sample.loss_weights
+            points = torch.full_like(ref[i], point)
+            return dataclasses.replace(sample, loss_weights=weights, reference_points=points)
 
         metrics = dict(rollout.assignment.metrics)
-        return Batches(map_steps(rollout.steps, with_inputs), []), metrics
+        batches = map_steps(rollout.steps, with_inputs)
+        if mismatched:
+            batches = [dataclasses.replace(b, samples=b.samples[::2]) for b in batches]
+        return Batches(batches, []), metrics
+
+    def _reference_point(self, rollout: Rollout, ref: Sequence[Tensor]) -> float:
+        """KTO's z (losses/kto.py), of the mismatched samples of all ranks, every second one."""
+        mismatched = rollout.local[1::2]
+        with self.progress.phase("log_probs"):
+            policy = [output.log_probs for output in self.backend.forward(mismatched)]
+        names = [str(sample.sample_id) for sample in rollout.local_samples[1::2]]
+        columns: Columns = {"log-prob of a mismatched answer": policy}
+        check_finite(columns, rollout.masks[1::2], names, when=_BEFORE_STEPS)
+        ratios = [
+            float((log_probs.double() - of_reference.double())[sample.loss_mask].sum())
+            for sample, log_probs, of_reference in zip(mismatched, policy, ref[1::2], strict=True)
+        ]
+        sums = torch.tensor([sum(ratios), len(ratios)], dtype=torch.float64)
+        log_ratio, count = all_reduce(sums, self.layout.dp_group).tolist()
+        return float(max(0.0, log_ratio / count))
 
     def build(
         self, samples: Sequence[AnySample], weight_version: int, *, rollout_id: int | None = None

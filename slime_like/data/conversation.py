@@ -86,4 +86,11 @@ class ConversationFormat(PromptFormat):
         self, group_id: int, row: Row, text: list[Segment], tokens: tuple[int, ...]
     ) -> Prompt:
         turns = tuple((segment.text, segment.trained) for segment in text[1:])
-        return Prompt(group_id, text[0].text, tokens, metadata=self._metadata_of(row), turns=turns)
+        return Prompt(
+            group_id,
+            text[0].text,
+            tokens,
+            metadata=self._metadata_of(row),
+            turns=turns,
+            desirable=self.desirable(row),
+        )

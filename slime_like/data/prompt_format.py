@@ -32,6 +32,7 @@ class RowKeys:
     tools: str = "tools"
     input_flag: str = "--input-key"
     demonstration: str | None = None
+    desirable: str | None = None
 
     @classmethod
     def of(
@@ -54,6 +55,7 @@ class RowKeys:
             metadata_key or config.metadata_key,
             config.tool_key,
             demonstration=config.opd_demonstration_key,
+            desirable=config.desirable_key,
         )
 
 
@@ -139,7 +141,8 @@ class PromptFormat:
     def columns(self) -> list[str]:
         keys = (self.keys.input, self.keys.label, self.keys.metadata, self.keys.tools)
         column = None if self.images is None else self.images.column
-        return [key for key in (*keys, self._demonstration_key, column) if key is not None]
+        others = (self.keys.desirable, self._demonstration_key, column)
+        return [key for key in (*keys, *others) if key is not None]
 
     @property
     def conversations(self) -> tuple[str, ...]:
@@ -207,10 +210,17 @@ class PromptFormat:
         for flag, key in (
             (self.keys.input_flag, self.keys.input),
             ("--label-key", self.keys.label),
+            ("--desirable-key", self.keys.desirable),
             ("--opd-demonstration-key", self._demonstration_key),
         ):
             if key is not None and key not in row:
                 return missing_key(key, flag, row)
+        desirable = None if self.keys.desirable is None else row[self.keys.desirable]
+        if desirable not in (None, False, True):
+            name = f"{self.keys.desirable!r} (--desirable-key)"
+            return f"{name} must be true or false, or 1 or 0, not {desirable!r}"
+        if desirable is None and self.keys.desirable is not None:
+            return f"{self.keys.desirable!r} (--desirable-key) is null"
         prompt = row[self.keys.input]
         metadata = row.get(self.keys.metadata)
         if metadata is not None and not isinstance(metadata, dict):
@@ -388,7 +398,18 @@ class PromptFormat:
         if self._trains_labels and self._chat:
             label = continue_turn(text, str(label))
         metadata = self._metadata_of(row)
-        return Prompt(group_id=group_id, text=text, tokens=tokens, label=label, metadata=metadata)
+        return Prompt(
+            group_id=group_id,
+            text=text,
+            tokens=tokens,
+            label=label,
+            metadata=metadata,
+            desirable=self.desirable(row),
+        )
+
+    def desirable(self, row: Row) -> bool | None:
+        """Whether the row's answer is desirable; None without --desirable-key."""
+        return None if self.keys.desirable is None else bool(row[self.keys.desirable])
 
 
 def missing_key(key: str, flag: str, row: Row) -> str:

@@ -380,7 +380,7 @@ def load_eval_sets(
         form = form_of_prompts(for_agents)(
             with_overrides(data, eval_set),
             tokenizer,
-            keys=keys,
+            keys=replace(keys, desirable=None),
             answer_check=check,
             metadata=eval_set.metadata,
             raw_messages=raw_messages or for_agents,

@@ -30,7 +30,8 @@ class PolicyLoss:
     sequence_ratio: bool = False  # the clip range is for the geometric mean of a sequence's ratios
     homogeneous: bool = True  # loss(c * A) = c * loss(A) for c > 0
     policy_gradient: bool = True  # with all ratios 1, its gradient is that of -A log_prob
-    pairs: bool = False  # a preference loss (pairs.py)
+    pairs: bool = False  # a preference loss of pairs (pairs.py)
+    mismatched: bool = False  # a preference loss of single answers with a reference point (kto.py)
     scores: bool = False  # log_probs are outputs of a scalar head at the last token of each sample
     # settings that an alias changes, e.g. {"dual_clip": {"eps_clip_c": 3.0}}
     alias_defaults: Mapping[str, Mapping[str, object]] = field(default_factory=dict)

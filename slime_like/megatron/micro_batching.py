@@ -51,9 +51,14 @@ def micro_batch_size(
         tokens = algorithm.log_probs_max_tokens_per_gpu or tokens
     if tokens is not None:
         tokens *= cp_size
+    together = algorithm.samples_together
+    if algorithm.scores_mismatches:
+        # a training pass has one sample of each two, as has the pass over mismatched ones
+        samples //= 2
+        together = 1
     return MicroBatchSize(
         samples,
         tokens if algorithm.use_dynamic_batch_size else None,
         equal_sequences=algorithm.qkv_format == "bshd",
-        together=algorithm.samples_together,
+        together=together,
     )

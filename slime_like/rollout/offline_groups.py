@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from arguments.schema import AlgorithmConfig
+from slime_like.data.mismatched import mismatched_samples
 from slime_like.data.pairs import pair_samples
 from slime_like.data.sft import sft_samples
 from slime_like.distributed.collectives import together
@@ -18,7 +19,7 @@ from slime_like.rollout.recording import check_values, load_rollout
 from slime_like.samples.episodes import truncated_fraction
 from slime_like.samples.exchange import share_index
 from slime_like.samples.groups import SampleGroup, split
-from slime_like.types import Prompt
+from slime_like.types import Prompt, Sample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -32,22 +33,21 @@ def supervised_groups(
     max_response_len: int,
     processor: ImageProcessor | None = None,
 ) -> tuple[list[SampleGroup], dict[str, float]]:
-    """Supervised samples, one or a preference pair per prompt, of which each rank builds its share;
-    and the fraction that was truncated."""
+    """Supervised samples of each prompt, of which each rank builds its share: one, a preference
+    pair, or an answer and a mismatched one; and the fraction that was truncated."""
     rank = dist.get_rank()
     world = dist.get_world_size()
     size = algorithm.samples_together
-    make = sft_samples
-    if size > 1:
-        make = partial(pair_samples, scored=algorithm.trains_reward_model)
-    own = together(
-        lambda: make(
-            prompts[rank::world],
-            tokenizer,
-            max_response_len=max_response_len,
-            processor=processor,
-        )
-    )
+    make: Callable[..., list[Sample]] = partial(sft_samples, processor=processor)
+    if algorithm.pair_loss is not None:
+        scored = algorithm.trains_reward_model
+        make = partial(pair_samples, scored=scored, processor=processor)
+    columns = [prompts]
+    if algorithm.scores_mismatches:
+        make = mismatched_samples
+        columns = [prompts, [*prompts[1:], *prompts[:1]]]
+    shares = [column[rank::world] for column in columns]
+    own = together(lambda: make(*shares, tokenizer, max_response_len=max_response_len))
     holders = [i // size % world for i in range(size * len(prompts))]
     samples = share_index(own, holders)
     parts = split(samples, [size] * len(prompts))

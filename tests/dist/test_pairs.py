@@ -21,6 +21,7 @@ from tests.dist.pairs_worker import ONE, TWO
 pytestmark = pytest.mark.usefixtures("float64")
 
 BETA, NLL, CENTER = 0.4, 0.3, 0.02
+WEIGHTS = {True: 1.5, False: 0.7}
 PAIRS = [
     ("spell cat", "tac", "cat is what I would spell"),
     ("and a long question, which has no short answer, at all", "yes", "no"),
@@ -34,8 +35,14 @@ COMMON = (
 KINDS = {
     "dpo": COMMON
     + f"--loss-type dpo_loss --ref-load {{ref}} --dpo-beta {BETA} --dpo-nll-coef {NLL}",
+    "orpo": COMMON + "--loss-type orpo_loss --orpo-lambda 0.6",
+    "kto": COMMON.replace("{data}", "{answers}")
+    + f"--loss-type kto_loss --ref-load {{ref}} --kto-beta {BETA} --label-key completion "
+    f"--desirable-key good --kto-desirable-weight {WEIGHTS[True]} "
+    f"--kto-undesirable-weight {WEIGHTS[False]}",
     "rm": COMMON + f"--loss-type rm_loss --rm-center-coef {CENTER} --margin-key margin",
 }
+GOOD = (True, False, False, True)
 
 
 def margin(place: int) -> float:
@@ -53,6 +60,12 @@ def arguments(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     keys = ("prompt", "chosen", "rejected", "margin")
     rows = [dict(zip(keys, (*pair, margin(place)))) for place, pair in enumerate(PAIRS)]
     names["data"].write_text("".join(json.dumps(row) + "\n" for row in rows))
+    names["answers"] = folder / "answers.jsonl"
+    answers = [
+        {"prompt": row["prompt"], "completion": row["chosen"], "good": good}
+        for row, good in zip(rows, GOOD)
+    ]
+    names["answers"].write_text("".join(json.dumps(row) + "\n" for row in answers))
     return {
         "flags": {kind: words.format(**names) for kind, words in KINDS.items()},
         "out": str(folder),
@@ -111,6 +124,47 @@ def test_one_process_has_the_loss_of_a_loop_over_transformers(
     assert one["dpo | norm"] > 1e-2 and min(map(abs, margins)) > 1e-3
 
 
+def test_orpo_is_the_loss_of_a_loop_over_transformers(
+    arguments: dict[str, Any], one: dict[str, Any]
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(arguments["folders"][0])
+    model = AutoModelForCausalLM.from_pretrained(arguments["folders"][0]).double()
+    losses, odds = [], []
+    for prompt, *answers in PAIRS:
+        means = [float(answer_log_probs(model, tokenizer, prompt, a).mean()) for a in answers]
+        logits = [math.log(math.exp(a) / (1 - math.exp(a))) for a in means]
+        odds.append(logits[0] - logits[1])
+        losses.append(-means[0] + 0.6 * math.log1p(math.exp(-odds[-1])))
+    metrics = one["orpo | one"]["metrics"]
+    assert metrics["loss"] == pytest.approx(sum(losses) / len(losses), rel=EXACT)
+    assert metrics["log_odds_ratio"] == pytest.approx(sum(odds) / len(odds), rel=EXACT)
+    assert one["orpo | norm"] > 1e-2
+
+
+def test_kto_is_the_loss_of_a_loop_over_transformers(
+    arguments: dict[str, Any], one: dict[str, Any]
+) -> None:
+    """Its reference point is of the answers of the rows that follow."""
+    tokenizer = AutoTokenizer.from_pretrained(arguments["folders"][0])
+    models = [AutoModelForCausalLM.from_pretrained(f).double() for f in arguments["folders"][:2]]
+
+    def log_ratio(prompt: str, answer: str) -> float:
+        policy, ref = (answer_log_probs(m, tokenizer, prompt, answer).sum() for m in models)
+        return float(policy - ref)
+
+    rows = [(prompt, chosen) for prompt, chosen, _ in PAIRS]
+    mismatched = [log_ratio(rows[i][0], rows[(i + 1) % len(rows)][1]) for i in range(len(rows))]
+    point = max(0.0, sum(mismatched) / len(rows))
+    losses = []
+    for (prompt, answer), good in zip(rows, GOOD):
+        x = BETA * (log_ratio(prompt, answer) - point) * (1 if good else -1)
+        losses.append(WEIGHTS[good] * (1 - 1 / (1 + math.exp(-x))))
+    metrics = one["kto | one"]["metrics"]
+    assert metrics["reference_point"] == pytest.approx(point, rel=EXACT) and point > 0.1
+    assert metrics["loss"] == pytest.approx(sum(losses) / len(losses), rel=EXACT)
+    assert one["kto | norm"] > 1e-3
+
+
 def test_a_reward_model_scores_the_last_token_of_an_answer(
     arguments: dict[str, Any], one: dict[str, Any]
 ) -> None:
@@ -144,7 +198,13 @@ def test_the_cut_of_a_step_does_not_matter(one: dict[str, Any], name: str, kind:
     check(one[f"{kind} | {name}"], one[f"{kind} | one"])
 
 
-QUICK = (("dpo", "DP2 budget"), ("rm", "CP2"))
+QUICK = (
+    ("dpo", "DP2 budget"),
+    ("rm", "CP2"),
+    ("kto", "DP2"),
+    ("kto", "CP2 budget"),
+    ("orpo", "CP2"),
+)
 
 
 @pytest.mark.parametrize(

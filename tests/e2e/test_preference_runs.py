@@ -50,6 +50,53 @@ def test_dpo_prefers_the_chosen_answers(
     assert rows[-1]["train/chosen_reward"] > rows[-1]["train/rejected_reward"]
 
 
+@pytest.mark.extended
+def test_orpo_prefers_the_chosen_answers_without_a_reference(
+    server: TrainServer, work: Workspace, tmp_path: Path
+) -> None:
+    flags = {**PAIRS, "loss_type": "orpo_loss", "prompt_data": pair_file(tmp_path), "num_rollout": 8, "lr": 3e-3, "orpo_lambda": 1.0}  # fmt: skip
+    server.train(work.flags(tmp_path / "out", **flags), tmp_path / "log", ranks=2).ok()
+    rows = rows_of(tmp_path / "out")
+    assert rows[-1]["train/pair_accuracy"] > 0.9 > rows[0]["train/pair_accuracy"]
+    assert rows[-1]["train/loss"] < rows[0]["train/loss"] - 1
+    assert rows[-1]["train/log_odds_ratio"] > rows[0]["train/log_odds_ratio"] + 0.5
+    assert rows[-1]["train/chosen_reward"] > rows[0]["train/chosen_reward"], "and learns them"
+
+
+def test_kto_learns_what_is_desirable_from_single_answers(
+    server: TrainServer, work: Workspace, tmp_path: Path
+) -> None:
+    """From half the weights and the reference point 0 of a policy that is its reference; stopped and
+    resumed on another number of ranks, it is the run that was not."""
+    path = tmp_path / "answers.jsonl"
+    words = [word for word in WORDS if word not in HELD_OUT]
+    rows = [
+        {
+            "prompt": f"spell {word} backward",
+            "completion": word[::-1] if good else word,
+            "good": good,
+        }
+        for good in (True, False)
+        for word in words
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = {**PAIRS, "loss_type": "kto_loss", "prompt_data": path, "ref_load": work.model, "label_key": "completion", "desirable_key": "good",
+             "rollout_batch_size": 16, "num_rollout": 8, "lr": 3e-3, "kto_beta": 0.3}  # fmt: skip
+    out = tmp_path / "out"
+    server.train(work.flags(out, **flags), tmp_path / "log").ok()
+    rows = rows_of(out)
+    assert abs(rows[0]["train/loss"] - 0.5) < 1e-4 and abs(rows[0]["train/reference_point"]) < 1e-4
+    assert rows[-1]["train/loss"] < 0.35
+    assert rows[-1]["train/chosen_reward"] - rows[-1]["train/rejected_reward"] > 1
+    saved = flags | {"save": tmp_path / "c", "load": tmp_path / "c", "save_interval": 4}
+    parts = tmp_path / "parts"
+    server.train([*work.flags(parts, **saved), "--exit-interval", "4"], tmp_path / "log1").ok()
+    server.train(work.flags(parts, **saved), tmp_path / "log2", ranks=2).ok()
+    for whole, part in zip(rows, rows_of(parts), strict=True):
+        for name in ("train/loss", "train/grad_norm", "train/reference_point"):
+            assert part[name] == pytest.approx(whole[name], rel=1e-3, abs=1e-5), name
+
+
 def scores_of(folder: Path, word: str) -> tuple[float, float]:
     """Of the word spelled backward, and of the word, by transformers' model for sequences."""
     tokenizer = AutoTokenizer.from_pretrained(folder)

@@ -13,15 +13,18 @@ from slime_like.losses import LossInputs, policy_losses
 from slime_like.metrics.typed import Metric, MetricAccumulator
 from slime_like.token_columns import TokenColumns
 
-# Those of pairs: tests/unit/losses/test_pairs.py, tests/dist/test_pairs.py.
-OF_SINGLE_RESPONSES = [name for name, loss in policy_losses.items() if not loss.pairs]
+# Preference losses: tests/unit/losses/test_pairs.py and test_kto.py, tests/dist/test_pairs.py.
+OF_SINGLE_RESPONSES = [
+    name for name, loss in policy_losses.items() if not (loss.pairs or loss.mismatched)
+]
 POLICY_GRADIENTS = [name for name in OF_SINGLE_RESPONSES if policy_losses.get(name).policy_gradient]
 
 
 def with_needed(tensors: Mapping[str, Tensor], like: Tensor) -> dict[str, Any]:
     """These tensors, and numbers in (0, 1) for every per-token input that a registered loss needs
     and that is not among them: a new input is tested without a line in the tables of inputs."""
-    declared = {name for loss in OF_SINGLE_RESPONSES for name in policy_losses.get(loss).needs}
+    singles = [loss for _, loss in policy_losses.items() if not loss.pairs]
+    declared = {name for loss in singles for name in loss.needs - {"ref_log_probs"}}
     columns = declared & {field.name for field in fields(TokenColumns)}
     generator = torch.Generator().manual_seed(12)
     others = {

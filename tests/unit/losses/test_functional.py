@@ -43,7 +43,7 @@ IN_A_FRESH_PROCESS = """
     config = OffPolicyConfig(sequence_mask_metric="product")
     correction = compute_off_policy_correction(config, old, rollout, mask)
     for name, loss in policy_losses.items():
-        tensors["ref_log_probs"] = old if loss.pairs else None
+        tensors["ref_log_probs"] = old if "ref_log_probs" in loss.needs else None
         config = loss.config_type(**({"dro_beta": 0.1} if name == "dro" else {}))
         leaf = (old + 0.05).requires_grad_()
         masks = {} if loss.correction == "forbidden" else correction.tensors

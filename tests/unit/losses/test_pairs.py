@@ -13,6 +13,7 @@ from torch import Tensor
 from slime_like.losses import compute_policy_loss, token_weights
 from slime_like.losses.bradley_terry import BradleyTerryConfig
 from slime_like.losses.dpo import DPO_TYPES, DPOConfig
+from slime_like.losses.orpo import ORPOConfig, log_odds
 from slime_like.losses.total import LossOutput
 from tests.unit.losses.loss_cases import value
 
@@ -216,3 +217,70 @@ def test_bradley_terry_is_the_papers(name: str) -> None:
     assert value(output.metrics["chosen_reward"]) == pytest.approx(mean)
     right = sum(bool(a > b) for a, b in zip(scores[0::2], scores[1::2]))
     assert value(output.metrics["pair_accuracy"]) == right / PAIRS and 0 < right < PAIRS
+
+
+# --- odds ratios ---
+
+
+def orpo_of(rows: list[int], weight: float, leaf: Tensor, mask: Tensor) -> LossOutput:
+    u = token_weights("sequence_mean", mask)
+    config = ORPOConfig(orpo_lambda=weight)
+    return compute_policy_loss("orpo", leaf[rows], mask[rows], u[rows], config=config)
+
+
+@pytest.mark.parametrize("weight", [0.1, 2.5])
+def test_orpo_is_the_papers(weight: float) -> None:
+    """Equations 4 to 7; steps may be split between pairs."""
+    mask = step()["loss_mask"]
+    lower = torch.tensor([3.0, 0, 0, 1.5, 2.0, 0, 0.5, 2.0], dtype=torch.float64)[:, None]
+    leaf = (step()["ref_log_probs"] - 0.01 - lower).requires_grad_()
+    losses, odds = [], []
+    for pair in range(PAIRS):
+        logits, nll = [], torch.zeros((), dtype=torch.float64)
+        for answer in (2 * pair, 2 * pair + 1):
+            active = [leaf[answer, t] for t in range(LENGTH) if mask[answer, t]]
+            mean = sum(active, torch.zeros((), dtype=torch.float64)) / len(active)
+            p = mean.exp()
+            logits.append((p / (1 - p)).log())
+            if answer == 2 * pair:
+                nll = -mean
+        odds.append(logits[0] - logits[1])
+        losses.append(nll - weight * (1 / (1 + (-odds[-1]).exp())).log())
+    expected = torch.stack(losses).mean()
+    output = orpo_of(list(range(2 * PAIRS)), weight, leaf, mask)
+    torch.testing.assert_close(output.loss, expected, rtol=1e-12, atol=0)
+    cut = sum(orpo_of(rows, weight, leaf, mask).loss for rows in ([4, 5, 0, 1], [2, 3], [6, 7]))
+    torch.testing.assert_close(cut, expected, rtol=1e-12, atol=0)
+    own, papers = (torch.autograd.grad(x, leaf)[0] for x in (output.loss, expected))
+    torch.testing.assert_close(own, papers, rtol=1e-11, atol=1e-15)
+    found = value(output.metrics["log_odds_ratio"])
+    assert found == pytest.approx(float(torch.stack(odds).mean().detach()), rel=1e-12)
+    right = sum(bool(x > 0) for x in odds)
+    assert value(output.metrics["pair_accuracy"]) == right / PAIRS and 0 < right < PAIRS
+
+
+def test_orpo_has_the_numbers_of_trl() -> None:
+    """What ORPOTrainer of TRL 1.16 reports of a step of two pairs, in float32. Its NLL is over the
+    prompt, too: only the odds are compared."""
+    means = [-4.819388389587402, -4.640206336975098, -4.812313079833984, -4.654273986816406]
+    leaf = torch.tensor(means, dtype=torch.float64)[:, None]
+    mask = torch.ones(4, 1, dtype=torch.bool)
+    output = orpo_of([0, 1, 2, 3], 0.6, leaf, mask)
+    trl = -(-0.4725702106952667 - 0.46562597155570984) / 2
+    assert output.loss.item() + (means[0] + means[2]) / 2 == pytest.approx(trl, rel=1e-6)
+    assert value(output.metrics["log_odds_ratio"]) == pytest.approx(-0.170111745595932, rel=1e-6)
+    assert value(output.metrics["chosen_reward"]) == pytest.approx(-2.8895106315612793)
+    assert value(output.metrics["pair_margin"]) == pytest.approx(-0.10116636753082275)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_certain_and_impossible_answers_stay_finite(dtype: torch.dtype) -> None:
+    """P = 1 has infinite odds; the gradient is that of the largest P below it, or of the NLL."""
+    for low in (-1e4, -1e-12):
+        leaf = torch.tensor([[0.0], [low], [low], [0.0]], dtype=dtype, requires_grad=True)
+        output = orpo_of([0, 1, 2, 3], 1.0, leaf, torch.ones(4, 1, dtype=torch.bool))
+        (gradient,) = torch.autograd.grad(output.loss, leaf)
+        assert output.loss.isfinite() and gradient.isfinite().all()
+    x = torch.tensor([-1e-3, -0.5, -0.7, -20.0], dtype=torch.float64)
+    expected = [math.log(math.exp(a) / -math.expm1(a)) for a in x.tolist()]
+    torch.testing.assert_close(log_odds(x), torch.tensor(expected, dtype=torch.float64))

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 from arguments.parse import parse_args
 from arguments.run_config import RunConfig
+from arguments.schema import DataConfig
+from slime_like.data.prompts import PromptSource
 from slime_like.losses.bradley_terry import BradleyTerryConfig
 from slime_like.losses.dpo import DPOConfig
+from slime_like.losses.kto import KTOConfig
+from slime_like.losses.orpo import ORPOConfig
 from slime_like.megatron.factory import needs_reference
 from tests.unit.command_lines import complete, problems_of
 
@@ -84,12 +90,14 @@ CASES = {
     "not supervised": ("--policy-loss-type dpo --rm-type zero", "--policy-loss-type",
         "use --loss-type sft_loss"),
     "no pairs": ("--chosen-key best --rm-type zero --n-samples-per-prompt 4", "--chosen-key",
-        "only valid with --loss-type dpo_loss or rm_loss"),
+        "only valid with --loss-type dpo_loss, orpo_loss or rm_loss"),
 }  # fmt: skip
 
 
 RM = "--loss-type rm_loss"
 CASES |= {
+    "single answers not supervised": ("--policy-loss-type kto --rm-type zero", "--policy-loss-type",
+        "use --loss-type sft_loss"),
     "a reward model's vocabulary": (
         f"{RM} --eval-interval 1 --eval-prompt-data a {{folder}}/prompts.jsonl --rm-type zero",
         "--eval-interval", "--policy-loss-type bradley_terry"),
@@ -106,6 +114,73 @@ def test_what_is_refused(tmp_path: Path, name: str) -> None:
     flags, flag, message = CASES[name]
     (found,) = problems_of(words(tmp_path, flags))
     assert found.flag == flag and message in found.message
+
+
+def kto_words(folder: Path, flags: str, row: str = '"chosen": "2", "good": true') -> list[str]:
+    common = f"--loss-type kto_loss {REF} --label-key chosen --desirable-key good "
+    argv = complete(folder, *(common + flags).replace("{folder}", str(folder)).split(), without=WITHOUT)  # fmt: skip
+    (folder / "prompts.jsonl").write_text(f'{{"input": "1+1=", {row}}}\n')
+    return argv
+
+
+def test_single_answers_come_with_mismatched_ones(tmp_path: Path) -> None:
+    config = parse_args(kto_words(tmp_path, "--kto-beta 0.3"), 1)
+    algorithm = config.algorithm
+    assert (algorithm.loss_type, algorithm.policy_loss_type) == ("sft_loss", "kto")
+    assert config.policy_loss == KTOConfig(kto_beta=0.3) and not config.warnings
+    assert algorithm.scores_mismatches and algorithm.pair_loss is None
+    assert algorithm.samples_together == 2 and algorithm.global_batch_size == 8
+    assert needs_reference(algorithm) and not config.learns_conversations
+
+
+def test_odds_need_no_reference(tmp_path: Path) -> None:
+    config = parse(tmp_path, "--loss-type orpo_loss --orpo-lambda 0.2")
+    assert config.policy_loss == ORPOConfig(orpo_lambda=0.2) and not config.warnings
+    assert not needs_reference(config.algorithm) and config.algorithm.samples_together == 2
+
+
+KTO_CASES = {
+    "one row": ("--rollout-batch-size 1", "--rollout-batch-size", "must be above 1"),
+    "two steps": ("--num-steps-per-rollout 2", "--num-steps-per-rollout", "must be 1"),
+    "no verdict": ("--desirable-key best", "--desirable-key", "no such key in"),
+    "a task": ("--prompt-data reasoning_gym:spell_backward?size=9&seed=1", "--prompt-data",
+        "does not say which answers are desirable"),
+    "half": ("--micro-batch-size 1", "--micro-batch-size", "must be even"),
+    "reduction": ("--loss-reduction token_mean", "--loss-reduction", "sequence_mean"),
+    "group": ("--n-samples-per-prompt 4", "--n-samples-per-prompt", "a row is an answer and a"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KTO_CASES)
+def test_what_kto_refuses(tmp_path: Path, name: str) -> None:
+    flags, flag, message = KTO_CASES[name]
+    (found,) = problems_of(kto_words(tmp_path, flags))
+    assert found.flag == flag and message in found.message
+
+
+def test_kto_needs_a_verdict_and_other_losses_have_none(tmp_path: Path) -> None:
+    argv = kto_words(tmp_path, "")
+    at = argv.index("--desirable-key")
+    (found,) = problems_of([*argv[:at], *argv[at + 2 :]])
+    assert found.flag == "--desirable-key" and "required with --loss-type kto_loss" in found.message
+    (found,) = problems_of(words(tmp_path, f"{DPO} {REF} --desirable-key chosen"))
+    assert found.flag == "--desirable-key" and "only valid with" in found.message
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ('"chosen": "2"', "missing key 'good' (--desirable-key)"),
+        ('"chosen": "2", "good": "yes"', "must be true or false, or 1 or 0, not 'yes'"),
+        ('"chosen": "2", "good": null', "is null"),
+    ],
+)
+def test_a_row_without_a_verdict_is_named(tmp_path: Path, row: str, message: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f'{{"input": "1+1=", {row}}}\n')
+    config = DataConfig(prompt_data=str(path), label_key="chosen", desirable_key="good")
+    with pytest.raises(ValueError, match=re.escape(message)):
+        PromptSource(config, cast(Any, None), trains_labels=True)
 
 
 def test_a_rank_without_a_pair_is_refused(tmp_path: Path) -> None:

@@ -345,6 +345,7 @@ TESTED_ELSEWHERE = {
     "check_memory_parallel": "hf/test_qwen4_exp.py",
     "check_model_base": "test_model_base.py",
     "check_prompt_mix": "test_prompt_mix.py",
+    "check_single_answers": "rules/test_pairs.py",
     "check_muon_package": "rules/test_muon.py",
     "check_muon_split_qkv": "rules/test_muon.py",
     "check_pair_loss": "rules/test_pairs.py",
