@@ -371,6 +371,7 @@ class FakeServer:
             words["temperature"], words.get("top_p", 1.0), words.get("top_k", -1), words["max_new_tokens"], (),
             tuple(words.get("stop_token_ids", ())), ignore_end_tokens=words.get("ignore_eos", False),
             report_routed_experts=body.get("return_routed_experts", False),
+            report_sampling_mask=body.get("return_sampling_mask", False),
         )  # fmt: skip
         images = tuple(
             EncodedImage(base64.b64decode(url.partition(",")[2]))
@@ -410,12 +411,24 @@ class FakeServer:
                 ).decode()
             }
         )
+        masks = {}
+        full = output.log_probs
+        if output.sampling_mask is not None:
+            masks = {
+                "output_token_sampling_mask": [kept.tolist() for kept in output.sampling_mask],
+                "output_token_sampling_logprobs": list(output.log_probs),
+            }
+            rows = self.engine.log_prob_rows(
+                [*request.prompt_tokens, *output.tokens], len(ids), words["temperature"]
+            )
+            full = tuple(float(row[t]) for row, t in zip(rows, output.tokens, strict=True))
         reported = {"prompt_token_ids": list(ids)} if body.get("return_prompt_token_ids") else {}
         return reported | {
             "text": "",
             "output_ids": list(output.tokens),
             "meta_info": {
                 **routed_experts,
+                **masks,
                 "id": body["rid"],
                 "finish_reason": {"type": output.finish_reason},
                 "prompt_tokens": len(ids),
@@ -423,7 +436,7 @@ class FakeServer:
                 "weight_version": self.version,
                 "weight_versions": [{"version": self.version, "start": 0, "end": count}],
                 "output_token_logprobs": [
-                    [p, t, None] for p, t in zip(output.log_probs, output.tokens, strict=True)
+                    [p, t, None] for p, t in zip(full, output.tokens, strict=True)
                 ],
                 "input_token_logprobs": []
                 if scores is None

@@ -267,6 +267,19 @@ def check_weight_transport(s: Settings) -> list[Problem]:
     return problems + (_check_disk_folder(s) if traits.uses_folder else _check_replicas(s))
 
 
+def check_sampling_masks(s: Settings) -> list[Problem]:
+    """SGLang reports masks of a number of tokens that is known before."""
+    if not (uses_sglang(s) and s.rollout.renormalize_sampled_log_probs):
+        return []
+    if s.rollout.rollout_top_k > 0:
+        return []
+    message = (
+        "required with --renormalize-sampled-log-probs: SGLang reports sampling masks only of a "
+        "bounded length; add e.g. --rollout-top-k 128"
+    )
+    return problem("rollout_top_k", s.rollout.rollout_top_k, message)
+
+
 def _check_disk_folder(s: Settings) -> list[Problem]:
     """Servers on other hosts need a folder for weights that they share with the trainer."""
     if s.sglang.update_weight_disk_dir is not None:
@@ -310,4 +323,5 @@ SGLANG_RULES: tuple[Rule, ...] = (
     check_started_servers,
     check_sglang_installation,
     check_weight_transport,
+    check_sampling_masks,
 )

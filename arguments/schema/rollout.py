@@ -54,11 +54,11 @@ class RolloutConfig(CheckedSettings):
         "With --rollout-top-k or --rollout-top-p: normalise log-probs and entropy of rollout "
         "engine, policy, reference and teacher over the sampling mask (the tokens kept by top-k "
         "and top-p), which the engine returns with each sample. Costs 4 bytes per row and token "
-        "of the largest mask in a micro-batch; --rollout-top-k bounds the mask of --rollout-top-p.",
+        "of the largest mask in a micro-batch; --rollout-top-k bounds the mask of --rollout-top-p, "
+        "and is required with SGLang, which then reports masks from version 0.5.23 on.",
         needs="rollout_top_p<1|rollout_top_k>0",
         excludes=(
             "loss_type=sft_loss",
-            "rollout_engine=sglang",
             "rollout_engine=vllm",
             "@served_teacher",
         ),

@@ -6,7 +6,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Annotated, TypeVar
 
+import torch
 from pydantic import Field
+from torch import Tensor
 
 from slime_like.checked_json import (
     InvalidResponse,
@@ -31,6 +33,7 @@ from slime_like.text import clean, shown
 
 _NOTHING_NEW = {"temperature": 1.0, "max_new_tokens": 0}
 _ANSWER_BYTES = 2**20  # size limit of a response without its tokens
+_MASK_BYTES = 16  # size limit per token of a sampling mask
 _TOKEN_BYTES = 512  # size limit per token: id, log-prob, text and weight version
 
 
@@ -56,6 +59,9 @@ class _GenerationMeta(_Meta):
     weight_versions: Items[VersionSpan] | None = None
     output_token_logprobs: Items[tuple[LogProb, TokenId, object]] = Field(default_factory=list)
     routed_experts: str | None = None
+    # of each token, the tokens that it was sampled from, and its log-prob among them
+    output_token_sampling_mask: Items[Items[TokenId]] | None = None
+    output_token_sampling_logprobs: Items[LogProb] | None = None
 
 
 class _Generation(_Answer):
@@ -92,6 +98,9 @@ def generation_body(
     extra: dict[str, object] = {}
     if sampling.report_routed_experts:
         extra["return_routed_experts"] = True
+    if masked(sampling):
+        extra["return_sampling_mask"] = True
+        extra["sampling_logprobs_mode"] = "selected"
     prompt = list(request.prompt_tokens)
     if request.images:
         assert images is not None, "a run with images has their processor"
@@ -117,6 +126,11 @@ def generation_body(
             "no_stop_trim": True,
         },
     }
+
+
+def masked(sampling: SamplingParams) -> bool:
+    """Whether servers report sampling masks; greedy sampling has none."""
+    return sampling.report_sampling_mask and not sampling.greedy
 
 
 def scoring_body(tokens: Sequence[int], rid: str, start: int = 0) -> dict[str, object]:
@@ -147,6 +161,8 @@ def max_response_bytes(
 ) -> int:
     """Size limit of the response in bytes. token_bytes: bytes of routed experts per token."""
     tokens = len(request.prompt_tokens) + sampling.max_new_tokens
+    if masked(sampling):
+        token_bytes += _MASK_BYTES * max(1, sampling.top_k)
     return _ANSWER_BYTES + tokens * (_TOKEN_BYTES + token_bytes)
 
 
@@ -183,7 +199,12 @@ def read_generation(
             _check_prompt(generation.prompt_token_ids, request)
         log_probs = _log_probs(meta, tokens)
         versions = _weight_versions(meta, len(tokens), legal.versions)
-        output = GenerateOutput(request.sample_id, tokens, log_probs, finish.type, versions)
+        masks = None
+        if masked(sampling):
+            masks, log_probs = _sampling_masks(meta, tokens, sampling, legal.vocab_size)
+        output = GenerateOutput(
+            request.sample_id, tokens, log_probs, finish.type, versions, sampling_mask=masks
+        )
         if not sampling.report_routed_experts:
             return output
         assert legal.routed_experts is not None, "checked by the caller"
@@ -251,6 +272,39 @@ def _log_probs(meta: _GenerationMeta, tokens: tuple[int, ...]) -> tuple[float, .
     entries = meta.output_token_logprobs
     check_log_prob_tokens([entry[1] for entry in entries], tokens)
     return tuple([entry[0] for entry in entries])
+
+
+def _sampling_masks(
+    meta: _GenerationMeta, tokens: tuple[int, ...], sampling: SamplingParams, vocab_size: int
+) -> tuple[tuple[Tensor, ...], tuple[float, ...]]:
+    """The sampling mask of each token, [k] int32 in ascending order, and its log-prob within it."""
+    if not tokens:
+        return (), ()
+    masks = meta.output_token_sampling_mask
+    log_probs = meta.output_token_sampling_logprobs
+    if masks is None or log_probs is None:
+        raise InvalidResponse(
+            "the server reports no sampling masks; SGLang 0.5.23 or newer does, without a router "
+            "between"
+        )
+    if len(masks) != len(tokens) or len(log_probs) != len(tokens):
+        raise InvalidResponse(
+            f"{len(masks)} sampling masks and {len(log_probs)} log-probs for {len(tokens)} tokens"
+        )
+    found = []
+    for place, (mask, token) in enumerate(zip(masks, tokens, strict=True)):
+        kept = torch.tensor(sorted(mask), dtype=torch.int64)
+        if token not in mask:
+            raise InvalidResponse(f"token {place} is {token}, which its sampling mask lacks")
+        if len(set(mask)) != len(mask) or (mask and max(mask) >= vocab_size):
+            raise InvalidResponse(
+                f"the sampling mask of token {place} has a token twice, or one that is not a token "
+                f"id from 0 to {vocab_size - 1}"
+            )
+        if sampling.top_k == 1 and len(mask) > 1:
+            raise InvalidResponse(f"the sampling mask of token {place} has {len(mask)} tokens")
+        found.append(kept.int())
+    return tuple(found), tuple(log_probs)
 
 
 def _weight_versions(meta: _GenerationMeta, length: int, legal: Collection[int]) -> tuple[int, ...]:

@@ -135,7 +135,8 @@ class ServerRequests:
         rid: str,
     ) -> GenerateOutput:
         avoid: set[str] = set()
-        if sampling.report_routed_experts and self._pool.router is not None:
+        unknown = sampling.report_routed_experts or sampling.report_sampling_mask
+        if unknown and self._pool.router is not None:
             # the router drops fields that it does not know, such as the request for routed experts
             avoid.add(self._pool.router.url)
 

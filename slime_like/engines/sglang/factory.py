@@ -44,6 +44,7 @@ from slime_like.weights.families import model_families
 
 logger = logging.getLogger(__name__)
 ROUTES_SETTING = "enable_return_routed_experts"  # server argument
+MASKS_SETTING = "sampling_mask_max_tokens"  # likewise
 # Servers keep the features of images that they have seen, and no update of weights drops them.
 NO_FEATURE_CACHE = {"SGLANG_VLM_CACHE_SIZE_MB": "0"}
 AXES = "rotary_emb.axis_map"
@@ -88,6 +89,7 @@ class SglangProgram(ServerProgram):
     cuda: bool
     memory_saver: bool = False
     reports_routed_experts: bool = False
+    longest_mask: int | None = None  # tokens of a sampling mask, if they are reported
     overrides: Mapping[str, object] = field(default_factory=dict)  # the user's --sglang flags
     tower: str | None = None  # of a run with images: "frozen" or "trained"
 
@@ -110,6 +112,8 @@ class SglangProgram(ServerProgram):
             settings["node_rank"] = slot.node_rank
         if self.reports_routed_experts:
             settings[ROUTES_SETTING] = True
+        if self.longest_mask is not None:
+            settings.setdefault(MASKS_SETTING, self.longest_mask)
         if self.tower == "frozen" and settings.get("enable_memory_saver"):
             # updates would not bring back the part that they leave out
             settings["enable_weights_cpu_backup"] = True
@@ -132,6 +136,7 @@ class SglangKind(ServerKind):
             device.type == "cuda",
             bool(config.sglang.offload_rollout),
             config.rollout.use_rollout_routing_replay,
+            longest_mask(config),
             config.sglang.sglang_server_flags or {},
             None if vision is None else "trained" if vision.trained else "frozen",
         )
@@ -150,6 +155,16 @@ class SglangKind(ServerKind):
             )
         if config.rollout.use_rollout_routing_replay:
             require_routed_experts(pool)
+        if (longest := longest_mask(config)) is not None:
+            require_sampling_masks(pool, longest)
+
+
+def longest_mask(config: RunConfig) -> int | None:
+    """Tokens of the longest sampling mask that servers report; None if they report none."""
+    if not config.rollout.renormalize_sampled_log_probs:
+        return None
+    assert config.rollout.rollout_top_k > 0, "checked on the command line"
+    return config.rollout.rollout_top_k
 
 
 def left_out(config: RunConfig) -> tuple[str, ...]:
@@ -189,6 +204,24 @@ def require_routed_experts(pool: ServerPool) -> None:
             raise RunError(
                 f"--use-rollout-routing-replay: the engine {worker.url} does not report routed "
                 "experts; start it with --enable-return-routed-experts"
+            )
+
+
+def require_sampling_masks(pool: ServerPool, longest: int) -> None:
+    """Raise RunError naming a server that does not report sampling masks of this length."""
+    if pool.router is not None:
+        logger.info("rollout requests bypass sglang_router, which drops return_sampling_mask")
+    for worker in pool.alive():
+        try:
+            info = pool.call(worker, "/server_info", timeout_s=CONTROL_S, method="GET")
+        except RequestFailed as failure:
+            raise RunError(str(failure)) from None
+        allowed = info.get(MASKS_SETTING)
+        if isinstance(allowed, int) and allowed < longest:
+            raise RunError(
+                f"--renormalize-sampled-log-probs: the engine {worker.url} reports sampling masks "
+                f"of at most {allowed} tokens; start it with --sampling-mask-max-tokens {longest}, "
+                "or lower --rollout-top-k"
             )
 
 

@@ -95,8 +95,8 @@ REFUSED = [
      "--update-weight-disk-dir", "node7:1"),
     ("check_weight_transport", STARTED + "--sglang-dp-size 2", "--sglang-dp-size",
      "--update-weight-transport disk"),
-    ("", HERE + "--renormalize-sampled-log-probs --rollout-top-k 5",
-     "--renormalize-sampled-log-probs", "--rollout-engine sglang"),
+    ("check_sampling_masks", HERE + "--renormalize-sampled-log-probs --rollout-top-p 0.9",
+     "--rollout-top-k", "only of a bounded length; add e.g. --rollout-top-k 128"),
 ]  # fmt: skip
 
 
