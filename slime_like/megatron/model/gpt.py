@@ -10,11 +10,6 @@ from functools import partial
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.common.language_module.language_module import LanguageModule
-from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_decoder_block_spec,
-    get_gpt_layer_local_spec,
-    get_gpt_layer_with_transformer_engine_spec,
-)
 from megatron.core.tensor_parallel import RowParallelLinear
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
@@ -24,6 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from arguments.schema import GPTModelConfig
 from slime_like.megatron.model.bases import base_class, on_base
+from slime_like.megatron.model.layer_specs import local_block, local_layer
 from slime_like.megatron.model.policy import HalfPrecisionModule, PolicyModel
 from slime_like.megatron.model.value import ValueModel
 from slime_like.megatron.model.vision import SeesImages, add_vision
@@ -129,13 +125,27 @@ def padded_vocab_size(gpt: GPTModelConfig, tp_size: int) -> int:
 def layer_spec(config: TransformerConfig, transformer_impl: str) -> ModuleSpec:
     """The layer spec: "transformer_engine", or "local" with our core attention for packed rows."""
     if transformer_impl == "transformer_engine":
+        from megatron.core.models.gpt.gpt_layer_specs import (
+            get_gpt_layer_with_transformer_engine_spec,
+        )
+
         spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
-        return _with_extensions(spec, config)
-    spec = get_gpt_layer_local_spec(
-        qk_layernorm=config.qk_layernorm, normalization=config.normalization
-    )
-    spec.submodules.self_attention.submodules.core_attention = _core_attention(config)
+    else:
+        spec = local_layer(config, _core_attention(config), experts=False)
     return _with_extensions(spec, config)
+
+
+def _block_spec(
+    config: TransformerConfig, transformer_impl: str, vp_stage: int | None
+) -> TransformerBlockSubmodules:
+    """The layers of a model chunk, as they are without extensions."""
+    if transformer_impl != "transformer_engine":
+        return local_block(config, _core_attention(config), vp_stage)
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+    return get_gpt_decoder_block_spec(
+        config, True, normalization=config.normalization, vp_stage=vp_stage
+    )
 
 
 def _core_attention(config: TransformerConfig) -> type[PackedAttention]:
@@ -187,15 +197,8 @@ def decoder_spec(
     around_zero = config.layernorm_zero_centered_gamma and transformer_impl == "local"
     if config.num_moe_experts is None and not config.linear_attention_freq and not around_zero:
         return layer_spec(config, transformer_impl)
-    block = get_gpt_decoder_block_spec(
-        config,
-        transformer_impl == "transformer_engine",
-        normalization=config.normalization,
-        vp_stage=vp_stage,
-    )
+    block = _block_spec(config, transformer_impl, vp_stage)
     for layer in block.layer_specs:
-        if transformer_impl != "transformer_engine":
-            layer.submodules.self_attention.submodules.core_attention = _core_attention(config)
         _with_extensions(layer, config)
         mlp = layer.submodules.mlp  # a ModuleSpec, or since 0.18 a functools.partial
         parts = mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules
