@@ -233,7 +233,7 @@ def transformer_config_type(values: Mapping[str, object]) -> type[TransformerCon
         return _kimi_config()
     if values.get("short_conv"):
         return _short_conv_config()
-    if values.get("block_pattern"):
+    if "mamba_smallest_step" in values:
         return _mamba_config()
     if SIZED_FIELDS & values.keys():
         return _sized_config()
@@ -383,13 +383,12 @@ def _short_conv_config() -> type[TransformerConfig]:
 
 @functools.cache
 def _mamba_config() -> type[TransformerConfig]:
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
     @dataclasses.dataclass
-    class MambaConfig(TransformerConfig):
-        """TransformerConfig with fields for slime_like/megatron/model/mamba.py."""
+    class MambaConfig(_layer_config()):  # type: ignore[misc]
+        """LayerConfig with fields for slime_like/megatron/model/mamba.py."""
 
-        # a letter per layer, as in Nemotron-H's files: M Mamba-2, * attention, - MLP, E experts
+        # of layers that are one block, a letter per layer, as in Nemotron-H's files: M Mamba-2,
+        # * attention, - MLP, E experts
         block_pattern: str = ""
         mamba_smallest_step: float = 0.0  # lower bound of the step sizes of Mamba-2
 

@@ -5,9 +5,9 @@ transformers' class and over layouts.
 
 Prints the table as Markdown: the largest difference of any tensor, relative to its norm, of logits
 and of gradients in float32 and float64, and of losses, log-probs, gradients and weights of three
-steps in float64 over the layouts of `OF_EVERY_DENSE` and `OF_EVERY_EXPERTS` from those of one
-process. That the exported weights are the file's to the last bit is asserted on the way. Minutes on
-two cores.
+steps in float64 over the layouts of `OF_EVERY_DENSE`, `OF_EVERY_EXPERTS` or `OF_EVERY_UNCUT` from
+those of one process. That the exported weights are the file's to the last bit is asserted on the
+way. Minutes on two cores.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ from tests.dist.test_families import (  # noqa: E402
     CASES,
     OF_EVERY_DENSE,
     OF_EVERY_EXPERTS,
+    OF_EVERY_UNCUT,
+    UNCUT,
     family_layouts,
     measure,
 )
@@ -72,9 +74,10 @@ def over_layouts(case: str, folder: Path) -> tuple[int, float]:
     layouts = family_layouts(folder / "models")
     layouts.folder.mkdir(parents=True)
     experts = read_hf_model(str(folder / "model")).transformer.get("num_moe_experts")
+    whole = OF_EVERY_EXPERTS if experts else OF_EVERY_DENSE
     count = 0
     largest = 0.0
-    for ranks, flags in (OF_EVERY_EXPERTS if experts else OF_EVERY_DENSE).items():
+    for ranks, flags in (OF_EVERY_UNCUT if case in UNCUT else whole).items():
         cells = [(case, words) for words in flags]
         for found in layouts.measure(ranks, cells, folder / f"ranks-{ranks}"):
             assert len(found) == len(cells)

@@ -64,7 +64,9 @@ def check_delta_net_parallel(s: LayoutSettings) -> list[Problem]:
     context = s.parallel.context_parallel_size
     if heads % (tensor * context) == 0:
         return []
-    name = "n_groups" if s.core.get("block_pattern") else "linear_num_key_heads"
+    name = "linear_num_key_heads"
+    if "mamba_smallest_step" in s.core:
+        name = "n_groups" if s.core.get("block_pattern") else "mamba_n_groups"
     name = "num_attention_heads" if s.core.get("short_conv") else name
     message = f"x --context-parallel-size {context} must divide {name} {heads}"
     return problem("tensor_model_parallel_size", tensor, message)

@@ -127,7 +127,7 @@ def family_map(
     sparse_layers = moe_layers(config.moe_layer_freq if experts else None, config.num_layers)
     linear_layers = config.linear_attention_freq or [0] * config.num_layers
     shared = getattr(config, "index_shared", None) or [0] * config.num_layers
-    blocks = getattr(config, "block_pattern", None)
+    blocks = getattr(config, "block_pattern", "")
     sized = layers_of(config)
     memory = getattr(config, "ngram_memory", None)
     for layer, (sparse, linear) in enumerate(zip(sparse_layers, linear_layers, strict=True)):
@@ -138,7 +138,7 @@ def family_map(
             parameters = {n: mapping for n, mapping in parameters.items() if _MEMORY not in n}
         if shared[layer]:
             parameters = {n: mapping for n, mapping in parameters.items() if _INDEXER not in n}
-        if blocks is not None:
+        if blocks:
             own = _MIXER_PARTS if blocks[layer] in "M*" else _MLP_PARTS
             parameters = {n: m for n, m in parameters.items() if any(part in n for part in own)}
         result |= _numbered(parameters, layer, layer, experts)

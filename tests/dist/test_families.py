@@ -174,6 +174,13 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             **{"tie_word_embeddings": True, "layer_types": ["full_attention"] * 3},
         },
     ),
+    "Granite 4 with Mamba-2": (
+        "GraniteMoeHybridForCausalLM",
+        {
+            **{"num_local_experts": 6, "num_experts_per_tok": 2, "position_embedding_type": "nope"},
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        },
+    ),
     "GraniteMoeShared without a shared expert": (
         "GraniteMoeSharedForCausalLM",
         {"shared_intermediate_size": 0},
@@ -263,6 +270,8 @@ CELLS = {
         ("GraniteMoeSharedForCausalLM", TP2_EP2),
         ("GraniteMoeForCausalLM", f"{CP2} {EP2}"),
         ("Granite 4 with experts", "--micro-batch-size 1"),  # DP2
+        ("Granite 4 with Mamba-2", f"{EP2} {RECOMPUTE['recompute']}"),
+        ("Granite 4 with Mamba-2", f"{PP2} --num-virtual-stages-per-pipeline-rank 2"),
         ("Gemma4ForCausalLM", TP2),
         ("Gemma4ForCausalLM", f"{CP2} {RECOMPUTE['recompute']}"),
         ("Gemma 4 with its own values", "--tensor-model-parallel-size 2"),
@@ -352,6 +361,7 @@ CELLS = {
         ("GraniteForCausalLM", f"{PP2} {TP2}"),
         ("GraniteMoeHybridForCausalLM", f"{PP2} {CP2}"),
         ("GraniteMoeSharedForCausalLM", f"{PP2} {EP2}"),
+        ("Granite 4 with Mamba-2", f"{PP2} {EP2}"),
         ("Gemma4ForCausalLM", f"{PP2} {TP2}"),
         ("Gemma 4 with its own values", f"{PP2} {CP2}"),
         ("Lfm2ForCausalLM", f"{PP2} {TP2}"),
@@ -391,6 +401,9 @@ OF_EVERY_EXPERTS = {
     2: [TP2_EP2, f"{CP2} {EP2}", "--micro-batch-size 1"],
     4: [f"{PP2} {EP2}"],
 }
+# of cases that tensor and context parallelism cannot cut
+UNCUT = ("Granite 4 with Mamba-2",)
+OF_EVERY_UNCUT = {2: [EP2, "--micro-batch-size 1", PP2], 4: [f"{PP2} {EP2}"]}
 REST = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 3"
 IN_MAKE_TEST = [
     ("Qwen3NextForCausalLM", f"{CP2} {EP2}"),

@@ -65,6 +65,8 @@ VALUES: dict[str, Draw] = {
     "mamba_head_dim": one_of(3, 7),
     "ssm_state_size": one_of(3, 6),
     "conv_kernel": one_of(2, 3),
+    "mamba_d_state": one_of(3, 6),
+    "mamba_d_conv": one_of(2, 4),
     "conv_L_cache": one_of(2, 3, 5),
     "num_dense_layers": one_of(0, 1),
     "block_auto_adjust_ff_dim": one_of(False, True),
@@ -115,6 +117,10 @@ def random_configuration(family: ModelFamily, rng: random.Random) -> Configurati
         2 if "mamba_num_heads" in tiny else "full_attention_interval" in tiny
     )
     changes[EPSILONS.get(family.model_type, "rms_norm_eps")] = rng.choice([1e-7, 3e-4, 1e-2])
+    if "mamba_d_state" in tiny:
+        kinds = ["linear_attention", "full_attention"]
+        more = changes["num_hidden_layers"] - 1
+        changes["layer_types"] = ["full_attention", *(rng.choice(kinds) for _ in range(more))]
     if rope := _rope(family, tiny, changes, rng):
         changes["rope_parameters"] = rope
     dtype = rng.choice(["float32", "bfloat16", "float16"])

@@ -212,7 +212,7 @@ def decoder_spec(
         from slime_like.megatron.model.delta_specs import insert_delta_nets
 
         insert_delta_nets(block, config, transformer_impl, vp_stage)
-    if hasattr(config, "block_pattern"):  # a MambaConfig
+    if getattr(config, "block_pattern", ""):
         from slime_like.megatron.model.mamba import keep_single_blocks
 
         keep_single_blocks(block, config, vp_stage)

@@ -4,14 +4,18 @@ may have an expert that all tokens pass."""
 
 from __future__ import annotations
 
+import math
+
 from slime_like.weights.families import llama
 from slime_like.weights.families.base import (
     MLP,
     ConfigReader,
     ModelFamily,
     register_model_family,
+    require_values,
 )
 from slime_like.weights.families.experts import EXPERT, REQUIRED, ExpertKeys, expert_settings
+from slime_like.weights.families.nemotron_h import mamba_parameters
 from slime_like.weights.mappings import Mapping, ReplicatedRows, RowParallel, StackedGatedMLP
 from slime_like.weights.stacked_experts import DownRows, GateUpRows
 
@@ -106,12 +110,13 @@ register_model_family(
 )
 
 
-def _no_mamba(reader: ConfigReader) -> dict[str, object]:
-    """Granite 4 without Mamba-2: its dense MLP, or the expert that all tokens pass, is
+def _granite_4(reader: ConfigReader) -> dict[str, object]:
+    """Layers with Mamba-2 or attention; the dense MLP, or the expert that all tokens pass, is
     `shared_mlp`."""
     layers = reader.number("num_hidden_layers")
-    if len(reader.config.get("layer_types") or ()) != layers:  # without it all have Mamba-2
-        reader.refuse("layer_types is missing, or has not num_hidden_layers entries")
+    kinds = reader.config.get("layer_types") or ["mamba"] * layers  # transformers' default
+    if len(kinds) != layers:
+        reader.refuse(f"layer_types has {len(kinds)} entries for num_hidden_layers {layers}")
     shared = reader.number(SHARED_FFN)
     if reader.config["num_local_experts"] == 0:
         settings = {**multipliers(reader), "ffn_hidden_size": shared}
@@ -119,23 +124,53 @@ def _no_mamba(reader: ConfigReader) -> dict[str, object]:
         settings = {**_experts(reader), "moe_shared_expert_intermediate_size": shared}
     if reader.config.get("position_embedding_type") != "rope":
         settings["no_rope_freq"] = [1] * layers
-    return settings
+    linear = [int(kind in MAMBA) for kind in kinds]
+    return {**settings, **_mamba(reader, linear)} if any(linear) else settings
 
 
-# of Mamba-2, and of training
-WITHOUT_EFFECT = frozenset(
+def _mamba(reader: ConfigReader, linear: list[int]) -> dict[str, object]:
+    """Sizes of Mamba-2. It has one group: the norm of its output is over all groups."""
+    require_values(reader, {"mamba_n_groups": 1, "mamba_conv_bias": True, "mamba_proj_bias": False})
+    limit = reader.config.get("time_step_limit") or UNLIMITED[0]
+    if limit not in UNLIMITED:
+        reader.refuse(f"time_step_limit {limit!r} is not supported; only [0.0, Infinity] is")
+    heads = reader.number("mamba_n_heads", default=128)
+    inner = int(reader.number("mamba_expand", default=2)) * int(reader.number("hidden_size"))
+    size = reader.config.get("mamba_d_head", "auto")
+    size = inner // heads if size == "auto" else reader.number("mamba_d_head")
+    if size * heads != inner:
+        reader.refuse(
+            f"mamba_n_heads {heads} of size {size} are not mamba_expand x hidden_size, {inner}"
+        )
+    return {
+        "linear_attention_freq": linear,
+        "mamba_smallest_step": 0.0,
+        "linear_num_key_heads": 1,
+        "linear_num_value_heads": heads,
+        "linear_key_head_dim": reader.number("mamba_d_state", default=256),
+        "linear_value_head_dim": size,
+        "linear_conv_kernel_dim": reader.number("mamba_d_conv", default=4),
+    }
+
+
+# as JSON has infinity, and as transformers 5 writes it
+UNLIMITED: list[object] = [[0.0, math.inf], [0.0, {"__float__": "Infinity"}]]
+MAMBA = frozenset({"mamba", "linear_attention"})
+MAMBA_KEYS = frozenset(
     {
         *("mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_head", "mamba_d_conv"),
-        *("mamba_expand", "mamba_chunk_size", "mamba_conv_bias", "mamba_proj_bias"),
-        *("time_step_limit", "init_method", "normalization_function"),
+        *("mamba_expand", "mamba_conv_bias", "mamba_proj_bias", "time_step_limit"),
     }
 )
+# of kernels, and of training
+WITHOUT_EFFECT = frozenset({"mamba_chunk_size", "init_method", "normalization_function"})
 register_model_family(
     ModelFamily(
         "GraniteMoeHybridForCausalLM",
         "granitemoehybrid",
         {
             **llama.PARAMETERS,
+            **mamba_parameters(f"{LAYER}.mamba"),
             f"{MLP}.linear_fc1.weight": StackedGatedMLP(f"{LAYER}.shared_mlp.input_linear.weight"),
             f"{MLP}.linear_fc2.weight": RowParallel(
                 f"{LAYER}.shared_mlp.output_linear.weight", "ffn"
@@ -144,13 +179,18 @@ register_model_family(
             **SHARED_PARAMETERS,
         },
         required=("num_key_value_heads", "num_local_experts", SHARED_FFN),
-        keys=EXPERTS.keys | MULTIPLIERS | WITHOUT_EFFECT | {SHARED_FFN, "position_embedding_type"},
-        settings=_no_mamba,
-        layer_types=frozenset({"attention", "full_attention"}),
-        published=("granite-4.0-micro", "granite-4.0-350m", "granite-4.0-1b"),
+        keys=EXPERTS.keys
+        | MULTIPLIERS
+        | MAMBA_KEYS
+        | WITHOUT_EFFECT
+        | {SHARED_FFN, "position_embedding_type"},
+        settings=_granite_4,
+        layer_types=MAMBA | {"attention", "full_attention"},
+        published=("granite-4.0",),
         tiny={
             **{**TINY, "num_local_experts": 0, SHARED_FFN: 40, "position_embedding_type": "rope"},
-            **{"layer_types": ["full_attention"], "mamba_n_heads": 4, "num_experts_per_tok": 0},
+            **{"mamba_n_heads": 4, "mamba_d_state": 5, "mamba_d_conv": 4, "mamba_expand": 1},
+            **{"layer_types": ["full_attention"], "num_experts_per_tok": 0},
         },
     )
 )

@@ -201,19 +201,26 @@ class PerValue(ByGroup):
         yield group_rows(self.hf, 0, sizes.delta_output // sizes.delta_groups, group)
 
 
+def mamba_parameters(mixer: str) -> dict[str, Mapping]:
+    """Parameters of Mamba-2. mixer: its name in the file."""
+    return {
+        f"{ATTENTION}.in_proj.weight": MambaProjection(f"{mixer}.in_proj.weight"),
+        f"{ATTENTION}.conv_weight": MambaConv(f"{mixer}.conv1d.weight"),
+        f"{ATTENTION}.conv_bias": MambaConvBias(f"{mixer}.conv1d.bias"),
+        f"{ATTENTION}.A_log": PerValueHead(f"{mixer}.A_log"),
+        f"{ATTENTION}.D": PerValueHead(f"{mixer}.D"),
+        f"{ATTENTION}.dt_bias": PerValueHead(f"{mixer}.dt_bias"),
+        f"{ATTENTION}.norm_weight": PerValue(f"{mixer}.norm.weight"),
+        f"{ATTENTION}.out_proj.weight": RowParallel(f"{mixer}.out_proj.weight", "delta_output"),
+    }
+
+
 LAYER = "backbone.layers.{layer}"
 MIXER = f"{LAYER}.mixer"
 PARAMETERS: dict[str, Mapping] = {
     EMBEDDING: VocabParallel("backbone.embeddings.weight"),
     "decoder.layers.{layer}.input_layernorm.weight": Replicated(f"{LAYER}.norm.weight"),
-    f"{ATTENTION}.in_proj.weight": MambaProjection(f"{MIXER}.in_proj.weight"),
-    f"{ATTENTION}.conv_weight": MambaConv(f"{MIXER}.conv1d.weight"),
-    f"{ATTENTION}.conv_bias": MambaConvBias(f"{MIXER}.conv1d.bias"),
-    f"{ATTENTION}.A_log": PerValueHead(f"{MIXER}.A_log"),
-    f"{ATTENTION}.D": PerValueHead(f"{MIXER}.D"),
-    f"{ATTENTION}.dt_bias": PerValueHead(f"{MIXER}.dt_bias"),
-    f"{ATTENTION}.norm_weight": PerValue(f"{MIXER}.norm.weight"),
-    f"{ATTENTION}.out_proj.weight": RowParallel(f"{MIXER}.out_proj.weight", "delta_output"),
+    **mamba_parameters(MIXER),
     f"{ATTENTION}.linear_qkv.weight": QKV(
         f"{MIXER}.q_proj.weight", f"{MIXER}.k_proj.weight", f"{MIXER}.v_proj.weight"
     ),

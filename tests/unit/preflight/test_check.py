@@ -99,6 +99,10 @@ GRANITE = {
     **MOE, "architectures": ["GraniteMoeSharedForCausalLM"], "model_type": "granitemoeshared", "num_local_experts": 4,
     **dict.fromkeys(("num_experts", "moe_intermediate_size", "norm_topk_prob", "mlp_only_layers")), "shared_intermediate_size": 24,
 }  # fmt: skip
+GRANITE_4 = {
+    **GRANITE, "architectures": ["GraniteMoeHybridForCausalLM"], "model_type": "granitemoehybrid", "mamba_n_heads": 8, "mamba_d_state": 6,
+    "layer_types": ["mamba", "attention", "mamba", "mamba"], "intermediate_size": 32,
+}  # fmt: skip
 # layers with and without a window, of which the former have twice as many key heads
 MIMO_V2 = {
     **MOE, "architectures": ["MiMoV2FlashForCausalLM"], "model_type": "mimo_v2_flash", "n_routed_experts": 8, "v_head_dim": 10,
@@ -218,7 +222,7 @@ def test_the_advice_helps(tmp_path: Path) -> None:
     "changes",
     [
         *({}, MOE, {"tie_word_embeddings": False}, DELTA_NETS, KIMI, NEMOTRON, GLM5, MINIMAX, GLM4),
-        *(QWEN4, GPT_OSS, GEMMA3, GRANITE, MIMO_V2, GEMMA4, LFM2),
+        *(QWEN4, GPT_OSS, GEMMA3, GRANITE, GRANITE_4, MIMO_V2, GEMMA4, LFM2),
     ],
     ids=[
         "dense, tied",
@@ -234,6 +238,7 @@ def test_the_advice_helps(tmp_path: Path) -> None:
         "gpt-oss",
         "Gemma 3",
         "Granite",
+        "Granite 4",
         "MiMo-V2",
         "Gemma 4",
         "LFM2",
