@@ -16,7 +16,6 @@ from slime_like.weights.families import model_families
 # transformers' defaults
 MERGE_SIZE = 2
 FEATURES = 256
-REMEDY = "use one of the models in docs/en/images.md, or remove --multimodal-keys to train on text"
 
 
 def read_vision(
@@ -36,7 +35,11 @@ def read_vision(
     family = model_families.get(hf.architecture).vision
     if isinstance(family, str) or family is None:
         reason = family or "has no vision tower"
-        raise _refusal(where, f"{hf.architecture} {reason}; {REMEDY}")
+        raise _refusal(
+            where,
+            f"{hf.architecture} {reason}; use a model whose images are offered "
+            f"({', '.join(seeing_models())}), or remove --multimodal-keys to train on text",
+        )
     config: dict[str, Any] = read_json(Path(folder) / "config.json")
     tower = config.get("vision_config") or {}
     text = {**config, **(config.get("text_config") or {})}
@@ -69,6 +72,12 @@ def read_vision(
         _deepstack_layers(where, tower, hf, family),
         trained,
     )
+
+
+def seeing_models() -> list[str]:
+    """A published name of each family whose images are offered."""
+    families = map(model_families.get, model_families.names())
+    return [f.published[0] for f in families if isinstance(f.vision, VisionFamily)]
 
 
 def _sections(where: str, text: dict[str, Any], hf: HfModel, axes: RotaryAxes) -> tuple[int, ...]:
