@@ -20,6 +20,7 @@ from tests.e2e.helpers import Workspace, rows_of, same_numbers, weights_of
 from tests.e2e.nodes import python_with_servers
 from tests.e2e.programs import ENVIRONMENT, ROOT, TrainServer
 from tests.fake_sglang import FakeServer
+from tests.vision import picture
 
 MIXED: dict[str, Any] = dict(bf16="", use_distributed_optimizer="")
 PIPELINE, TENSOR = (
@@ -101,6 +102,40 @@ def test_train_other_layers(
     before, after = (weights_of(folder) for folder in (tmp_path / "model", out / "hf"))
     assert before.keys() == after.keys()
     assert all(tensor.isfinite().all() for tensor in after.values())
+
+
+# model, ranks, flags; the device has no gradient of the convolution in three dimensions with which
+# Qwen's towers begin, so that only Gemma's is trained
+SEEING: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "float32": ("Qwen3-VL", 1, {}),
+    "experts, TP2": ("Qwen3-VL-30B-A3B", 2, MIXED | TENSOR),
+    "CP2": ("Qwen2.5-VL", 2, MIXED | dict(context_parallel_size=2)),
+    "delta nets, PP2": ("Qwen3.5", 2, MIXED | PIPELINE | dict(decoder_last_pipeline_num_layers=1)),
+    "trained, recomputed": ("gemma-3-4b", 1, MIXED | RECOMPUTED | dict(train_vision_tower="", vision_tower_lr=1e-3, transformer_impl="local")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SEEING)
+def test_train_on_images(name: str, server: TrainServer, work: Workspace, tmp_path: Path) -> None:
+    """Pixels are made on the host, and go to the device when the tower takes them."""
+    model, ranks, flags = SEEING[name]
+    make_tiny_model(model, tmp_path / "model", images=True)
+    rows = []
+    for number in range(12):
+        names = [f"{number}_{own}.png" for own in range(number % 3)]
+        for own, file in enumerate(names):
+            (tmp_path / file).write_bytes(picture(10 * number + own, 16 + 8 * own, 24))
+        text = "<image>" * len(names) + f"what is {number}?"
+        rows.append({"messages": text, "images": names, "answer": "a"})
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out = tmp_path / "out"
+    words = work.flags(
+        out, hf_checkpoint=tmp_path / "model", prompt_data=tmp_path / "rows.jsonl", multimodal_keys='{"image":"images"}', save_hf=out / "hf",
+        max_train_rollout_diff=1, **flags,
+    )  # fmt: skip
+    server.train(words, tmp_path / "log", ranks=ranks).ok()
+    check(out, 2)
+    assert all(tensor.isfinite().all() for tensor in weights_of(out / "hf").values())
 
 
 def test_a_run_on_the_cpu_is_the_same_in_float32(

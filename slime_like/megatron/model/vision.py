@@ -20,6 +20,7 @@ from slime_like.autograd import AutogradContext
 from slime_like.images.rows import ImagePass
 from slime_like.images.settings import VisionSettings
 from slime_like.images.tower import ImageTower
+from slime_like.megatron.transfer import to_device
 
 if TYPE_CHECKING:
     from slime_like.megatron.ops.attention import PackedRows
@@ -119,7 +120,7 @@ def with_features(embedded: Tensor, tower: ImageTower, seen: ImagePass | None) -
     if seen is None:
         return _Touch.apply(embedded, *tower.parameters()) if trains else embedded
     images = seen.images
-    features, deepstack = tower(images.inputs.load().to(embedded.device))
+    features, deepstack = tower(to_device(images.inputs.load(), embedded.device))
     own = [part.index_select(0, images.features) for part in (features, *deepstack)]
     own = [part.to(embedded.dtype) for part in own]
     if trains and deepstack:
