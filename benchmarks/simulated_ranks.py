@@ -67,6 +67,7 @@ class LayoutSizes:
             **found,
             "ep": of_experts.get_ranks("ep"),
             "etp": of_experts.get_ranks("tp"),
+            "etp-ep": of_experts.get_ranks("tp-ep"),
             "expert_dp": of_experts.get_ranks("dp"),
         }
 
@@ -347,6 +348,7 @@ def _layout(
         vp_size=1,
         expert_dp_rank=groups["expert_dp"].rank(),
         dp_cp_group=groups["dp-cp"],
+        etp_ep_group=groups["etp-ep"],
         state=state,
         **fields,
     )

@@ -90,6 +90,7 @@ class ParallelLayout:
     dp_cp_group: dist.ProcessGroup
     ep_group: dist.ProcessGroup
     etp_group: dist.ProcessGroup
+    etp_ep_group: dist.ProcessGroup  # of both, by expert-parallel rank first
     state: MegatronState = field(repr=False, compare=False)
 
     @contextmanager
@@ -195,5 +196,6 @@ def read_layout() -> ParallelLayout:
         dp_cp_group=mpu.get_data_parallel_group(with_context_parallel=True),
         ep_group=mpu.get_expert_model_parallel_group(),
         etp_group=mpu.get_expert_tensor_parallel_group(),
+        etp_ep_group=mpu.get_expert_tensor_and_model_parallel_group(),
         state=MegatronState(),
     )

@@ -159,9 +159,9 @@ class WeightStream(WeightBuckets):
             return None
         if expert_rank not in (None, ALL_EXPERTS, layout.ep_rank):
             return None
-        if expert_rank == ALL_EXPERTS:  # experts have no tensor parallelism here
-            size = layout.ep_size
-            group = layout.ep_group
+        if expert_rank == ALL_EXPERTS:
+            size = layout.etp_size * layout.ep_size
+            group = layout.etp_ep_group
         elif expert_rank is None:
             size = layout.tp_size
             group = layout.tp_group

@@ -146,8 +146,11 @@ class HfExport:
     ) -> None:
         parts = [(parameter.name, shards)]
         if parameter.stacked:
-            experts = enumerate(chain.from_iterable(shards))
-            parts = [(expert_name(parameter.name, e), [tensor]) for e, tensor in experts]
+            # each shard has some experts; those of one expert-parallel rank have the same ones
+            size = self._layout.etp_size
+            same = [shards[i : i + size] for i in range(0, len(shards), size)]
+            experts = enumerate(chain.from_iterable(zip(*each) for each in same))
+            parts = [(expert_name(parameter.name, e), own) for e, own in experts]
         self._merge(parameter, parts, outputs)
 
     def _merge(

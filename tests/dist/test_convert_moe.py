@@ -192,6 +192,18 @@ def test_logits_and_round_trips_under_every_layout(
     assert not convert_worker.over_the_limit(ranks, len(layouts) * len(MODELS))
 
 
+def test_experts_of_one_tensor_that_tensor_parallel_ranks_share(tmp_path: Path) -> None:
+    """Their shards come from all ranks that have experts of a layer, and several have one."""
+    granite = {"granite": ("GraniteMoe", dict(num_local_experts=4, num_experts_per_tok=2))}
+    folders = list(make_models(tmp_path, ["granite"], granite).values())
+    layouts = [(2, 1, 1, 2, 2), (2, 2, 1, 1, 2), (1, 1, 1, 4, 1)]
+    arguments = {"layouts": layouts, "folders": folders}
+    ranks = run_ranks(
+        "tests.dist.convert_worker:check_layouts", 4, tmp_path, arguments, timeout_s=240
+    )
+    assert not convert_worker.over_the_limit(ranks, len(layouts))
+
+
 @pytest.mark.parametrize("name", ["deepseek-v3", "deepseek-v32"])
 def test_routers_and_indexers_of_a_bfloat16_model_keep_float32(
     alone: Any, tmp_path: Path, name: str

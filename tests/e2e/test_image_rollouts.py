@@ -82,7 +82,13 @@ def test_two_ranks_sample_and_learn_as_one(
     assert recorded[0] == recorded[1]
 
 
-@pytest.mark.parametrize("family", ["Qwen3-VL-30B-A3B", "Qwen3.5-35B-A3B"])
+REPLAYED: dict[str, dict[str, Any]] = {
+    "Qwen3-VL-30B-A3B": {"tensor_model_parallel_size": 2, "sequence_parallel": ""},
+    "Qwen3.5-35B-A3B": {"expert_model_parallel_size": 2},
+}
+
+
+@pytest.mark.parametrize("family", REPLAYED)
 def test_experts_of_images_are_replayed(
     server: TrainServer, work: Workspace, seeing: dict[str, Any], tmp_path: Path, family: str
 ) -> None:
@@ -92,7 +98,7 @@ def test_experts_of_images_are_replayed(
     make_tiny_model(family, tmp_path / "model", images=True)
     more = {
         **{**seeing, "hf_checkpoint": tmp_path / "model", "use_rollout_routing_replay": ""},
-        **{"moe_router_dtype": "fp32", "expert_model_parallel_size": 2, "lr": 3e-3},
+        **{"moe_router_dtype": "fp32", "lr": 3e-3, **REPLAYED[family]},
     }
     run(server, work, tmp_path / "out", 2, **more)
     found = rows_of(tmp_path / "out")

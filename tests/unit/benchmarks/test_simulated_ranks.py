@@ -16,7 +16,10 @@ from benchmarks.simulated_ranks import (
 )
 from slime_like.preflight.fake_world import world_as_rank
 
-GROUPS = ("tp_group", "pp_group", "cp_group", "dp_group", "dp_cp_group", "ep_group", "etp_group")
+GROUPS = (
+    *("tp_group", "pp_group", "cp_group", "dp_group", "dp_cp_group"),
+    *("ep_group", "etp_group", "etp_ep_group"),
+)
 
 
 def talk(rank: SimulatedRank) -> dict[str, object]:
