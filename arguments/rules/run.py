@@ -158,7 +158,7 @@ def warn_singleton_groups(s: Settings) -> str | None:
         "--n-samples-per-prompt 1 with --singleton-advantage zero: every advantage is 0, "
         "there is nothing to learn from; raise --n-samples-per-prompt, or take "
         "--singleton-advantage reward or an estimator that compares no samples "
-        "(reinforce_plus_plus, ppo)"
+        "(batch_mean, reinforce_plus_plus, ppo)"
     )
 
 
@@ -170,6 +170,26 @@ def warn_single_step(s: Settings) -> str | None:
     return (
         f"one optimizer step per rollout: every ratio is 1, so {s.loss.name} is the plain policy "
         "gradient; see --num-steps-per-rollout"
+    )
+
+
+def warn_unbounded_staleness(s: Settings) -> str | None:
+    """Warn if nothing bounds how far the policy has moved from the one that sampled."""
+    staleness = s.scheduling.staleness
+    if staleness <= 1 or s.supervised or not s.trains or s.loss.correction == "masks":
+        return None
+    if s.algorithm.use_rollout_logprobs and s.loss.bounds_ratio:
+        return None
+    if not s.algorithm.use_rollout_logprobs and s.off_policy.enabled:
+        return None
+    problem = "has no bound on its ratio to the policy that sampled"
+    if not s.algorithm.use_rollout_logprobs:
+        problem = "does not see the policy that sampled"
+    return (
+        f"--policy-loss-type {s.loss.name} {problem}, and tokens may be {staleness} weight "
+        "versions old (--max-staleness); add --tis-ratio-type token, take a loss with a trust "
+        "region around the engine's log-probs (dppo_kl, rollout_is, cispo with --cispo-anchor "
+        "rollout), or lower --max-staleness to 1"
     )
 
 
@@ -190,6 +210,7 @@ WARNINGS: tuple[Warn, ...] = (
     warn_singleton_groups,
     warn_single_step,
     warn_truncated_sampling,
+    warn_unbounded_staleness,
     warn_wide_clip_range,
     warn_gdpo_single_reward,
     warn_gmpo_advantages,

@@ -145,6 +145,16 @@ class SchedulingConfig(CheckedSettings):
     )
 
     @property
+    def staleness(self) -> int:
+        """Weight versions that a token may lag behind the policy that trains on it, by
+        --async-rollout; 0 without."""
+        if not self.async_rollout:
+            return 0
+        if self.max_staleness is None:
+            return 4 if self.fully_async else 1
+        return self.max_staleness
+
+    @property
     def renders_prompts(self) -> bool:
         """Whether a user function makes the responses, and may render the prompts itself."""
         paths = (self.custom_generate_function_path, self.rollout_function_path)

@@ -5,6 +5,7 @@
 """
 
 from slime_like.advantages import (  # noqa: F401  (each registers its estimator)
+    batch_mean,
     gdpo,
     gpg,
     grpo,

@@ -94,6 +94,8 @@ def outcome_advantages(
         return _combine_parts(entry, rewards, group_ids, lengths, parts, normalize_std, singleton)
     if parts is not None:
         raise ValueError(f"{entry.name} takes one reward per response, not reward components")
+    if entry.over_batch:
+        group_ids = torch.zeros_like(group_ids)
     output = apply_to_groups(
         entry.fn, rewards, group_ids, lengths, normalize_std=normalize_std, singleton=singleton
     )

@@ -52,6 +52,7 @@ class OutcomeEstimator:
     # [B] bool to advantages [B]. None: fn is applied to the reward
     combine: Callable[[Tensor, Tensor], Tensor] | None = None
     divides_by_mean: bool = False  # for rewards >= 0 only
+    over_batch: bool = False  # all samples of the rollout are one group, whatever their prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +178,9 @@ def takes_token_rewards(estimator: AdvantageEstimator) -> bool:
 
 def compares_samples(estimator: AdvantageEstimator) -> bool:
     """Whether a sample's advantage is relative to the others of its prompt."""
-    if isinstance(estimator, OutcomeEstimator | TurnEstimator):
+    if isinstance(estimator, OutcomeEstimator):
+        return not estimator.over_batch
+    if isinstance(estimator, TurnEstimator):
         return True
     return estimator.outcome is not None or estimator.needs_peers
 

@@ -15,7 +15,7 @@ class GPGConfig(CheckedSettings):
     """No settings."""
 
 
-@register_policy_loss("gpg", GPGConfig, needs=("advantages",))
+@register_policy_loss("gpg", GPGConfig, needs=("advantages",), bounds_ratio=False)
 def gpg(inputs: LossInputs, config: GPGConfig) -> PolicyLossOutput:
     """Token losses [T]."""
     return PolicyLossOutput(inputs.policy_gradient(inputs.required("advantages")), {})

@@ -17,7 +17,10 @@ class ImportanceSamplingConfig(CheckedSettings):
 
 
 @register_policy_loss(
-    "importance_sampling", ImportanceSamplingConfig, needs=("advantages", "old_log_probs")
+    "importance_sampling",
+    ImportanceSamplingConfig,
+    needs=("advantages", "old_log_probs"),
+    bounds_ratio=False,
 )
 def importance_sampling(inputs: LossInputs, config: ImportanceSamplingConfig) -> PolicyLossOutput:
     """Token losses [T]. importance_ratio: mean ratio over active tokens."""

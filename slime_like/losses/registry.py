@@ -28,6 +28,7 @@ class PolicyLoss:
     recommended_reductions: tuple[str, ...] = ()  # others cause a warning; empty: any
     required_reductions: tuple[str, ...] = ()
     sequence_ratio: bool = False  # the clip range is for the geometric mean of a sequence's ratios
+    bounds_ratio: bool = True  # far from the old policy its gradient is clipped, or falls
     homogeneous: bool = True  # loss(c * A) = c * loss(A) for c > 0
     policy_gradient: bool = True  # with all ratios 1, its gradient is that of -A log_prob
     pairs: bool = False  # a preference loss of pairs (pairs.py)

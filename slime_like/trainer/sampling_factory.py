@@ -115,7 +115,7 @@ def make_collector(
 def pool_settings(config: RunConfig, num_rollouts: int) -> PoolSettings:
     """The bounds of --fully-async."""
     batch = config.rollout.rollout_batch_size
-    staleness = max_staleness(config.scheduling)
+    staleness = config.scheduling.staleness
     return PoolSettings(
         batch,
         staleness,
@@ -125,13 +125,6 @@ def pool_settings(config: RunConfig, num_rollouts: int) -> PoolSettings:
     )
 
 
-def max_staleness(scheduling: SchedulingConfig) -> int:
-    """--max-staleness of a run with --async-rollout, in weight versions."""
-    if scheduling.max_staleness is None:
-        return 4 if scheduling.fully_async else 1
-    return scheduling.max_staleness
-
-
 def staleness_bound(config: RunConfig) -> int | None:
     """Maximum staleness of rollout tokens in weight versions, including those that are masked out;
     None: unbounded."""
@@ -139,7 +132,7 @@ def staleness_bound(config: RunConfig) -> int | None:
     if scheduling.fully_async and scheduling.stale_tokens == "mask":
         return None
     if scheduling.async_rollout:
-        return max_staleness(scheduling)
+        return scheduling.staleness
     built_in = (
         scheduling.rollout_function_path in (None, OWN_ROLLOUT)
         and scheduling.data_source_path is None
@@ -367,7 +360,7 @@ def rollout_settings(config: RunConfig) -> RolloutSettings:
         has_agents=config.agents.given,
         needs_greedy=needs_greedy(config),
         max_ahead=max_ahead(config.scheduling),
-        max_staleness=max_staleness(config.scheduling) if config.scheduling.async_rollout else None,
+        max_staleness=config.scheduling.staleness if config.scheduling.async_rollout else None,
         pass_rewards={source.name: source.pass_reward for source in config.prompt_sources},
     )
 
@@ -377,4 +370,4 @@ def max_ahead(scheduling: SchedulingConfig) -> int | None:
     --fully-async one suffices, because the pool goes on behind it."""
     if not scheduling.async_rollout:
         return None
-    return 1 if scheduling.fully_async else max_staleness(scheduling)
+    return 1 if scheduling.fully_async else scheduling.staleness

@@ -16,12 +16,16 @@ from slime_like.advantages import (
     AdvantageOutput,
     OutcomeEstimator,
     advantage_estimators,
+    compares_samples,
     compute_advantages,
 )
 
 NAN, INF = math.nan, math.inf
+# of groups; batch_mean has none
 OUTCOME = [
-    name for name, entry in advantage_estimators.items() if isinstance(entry, OutcomeEstimator)
+    name
+    for name, entry in advantage_estimators.items()
+    if isinstance(entry, OutcomeEstimator) and not entry.over_batch
 ]
 
 
@@ -210,9 +214,26 @@ def test_the_warning_about_groups_of_one_comes_once() -> None:
 def test_an_unknown_estimator_names_the_legal_ones() -> None:
     with pytest.raises(
         ValueError,
-        match="unknown advantage estimator 'ppo2'; legal values: gdpo, gpg, grpo, grpo_branch, ",
+        match="unknown advantage estimator 'ppo2'; legal values: batch_mean, gdpo, gpg, grpo, ",
     ):
         compute("ppo2", [1.0], [0])
+
+
+@pytest.mark.parametrize("groups", [[0, 1, 2, 3, 4, 5], [0, 0, 1, 1, 2, 2], [0] * 6])
+def test_batch_mean_has_one_baseline_for_all_prompts(groups: list[int]) -> None:
+    """One answer a prompt learns, without a warning; a reward that is missing has no part in it."""
+    rewards = [1.0, 0.0, 0.5, math.nan, 2.0, 0.0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        output = compute("batch_mean", rewards, groups)
+    mean = 3.5 / 5
+    expected = [0.0 if math.isnan(r) else r - mean for r in rewards]
+    torch.testing.assert_close(output.values, torch.tensor(expected))
+    assert (
+        output.metrics["reward/nonfinite"] == 1 and output.metrics["reward/singleton_groups"] == 0
+    )
+    assert compute("batch_mean", [0.1] * 6, groups).values.tolist() == [0.0] * 6
+    assert not compares_samples(advantage_estimators.get("batch_mean"))
 
 
 def test_maxrl_gives_up_groups_without_success() -> None:

@@ -32,6 +32,7 @@ from tests.paths import ROOT
 from tests.unit.command_lines import HF_CONFIG, TWO_STEPS, complete, parse_flags, problems_of
 
 DYNAMIC = "--use-dynamic-batch-size --max-tokens-per-gpu 64"
+STALE = "--async-rollout --max-staleness 2"
 EVAL = "--eval-interval 2 --eval-prompt-data a {folder}/prompts.jsonl"
 # without effect in supervised fine-tuning
 IDLE = (
@@ -557,6 +558,12 @@ def test_every_rule_is_broken_somewhere() -> None:
         ),
         ("--advantage-estimator gdpo", "without --gdpo-reward-keys"),
         ("--rm-type zero", "nothing to learn from"),
+        (STALE, "does not see the policy that sampled, and tokens may be 2 weight versions old"),
+        (f"{STALE} --fully-async --max-staleness 4", "tokens may be 4 weight versions old"),
+        (
+            f"{STALE} --policy-loss-type importance_sampling --use-rollout-logprobs",
+            "has no bound on its ratio to the policy that sampled",
+        ),
         ("--rollout-top-p 0.9", "see --renormalize-sampled-log-probs"),
         (
             "--geo-mask-low 0.9",
@@ -595,7 +602,7 @@ def test_warnings(tmp_path: Path, flags: str, wording: str) -> None:
                 warn_muon_blockwise,
             }
         )
-        == 15
+        == 16
     ), "a new warning has a case here"
 
 
@@ -633,6 +640,21 @@ def test_warnings(tmp_path: Path, flags: str, wording: str) -> None:
 def test_what_is_right_passes(tmp_path: Path, flags: str) -> None:
     words = [word.replace("{folder}", str(tmp_path)) for word in flags.split()]
     parse_args(complete(tmp_path, *words), 2)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        f"{STALE} --tis-ratio-type token",
+        f"{STALE} --policy-loss-type dppo_kl",
+        f"{STALE} --policy-loss-type cispo --cispo-anchor rollout",
+        f"{STALE} --use-rollout-logprobs",
+        "--async-rollout --policy-loss-type importance_sampling",
+        "--n-samples-per-prompt 1 --advantage-estimator batch_mean",
+    ],
+)
+def test_what_is_bounded_causes_no_warning(tmp_path: Path, flags: str) -> None:
+    assert parse_flags(tmp_path, TWO_STEPS + flags).warnings == ()
 
 
 def test_a_task_source_scores_itself_unless_a_reward_is_chosen(tmp_path: Path) -> None:
