@@ -37,6 +37,7 @@ class Rotary:
     base: float | None = None  # of plain frequencies base ** (-2 i / d)
     factor: float = 1.0  # on all angles
     interleaved: bool = False
+    share: float = 1.0  # of the pairs that are turned, the first ones
     scale: float = 1.0  # on cosines and sines
 
 
@@ -50,6 +51,7 @@ class Change:
     tensors: tuple[tuple[Tensor, Tensor], ...] = ()  # and what is written into them
     rotary: Rotary | None = None
     window: int | None = None  # keys that a query sees, itself included; 0: all before it
+    left_out: tuple[tuple[torch.nn.Module, bool], ...] = ()  # modules; True: their output is 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,7 @@ def changed(change: Change) -> Iterator[None]:
     """Apply what is changed in modules, and undo it."""
     before = [(module, name, getattr(module, name)) for module, name, _ in change.attributes]
     saved = [(tensor, tensor.clone()) for tensor, _ in change.tensors]
+    hooks = [m.register_forward_hook(zero if is_zero else skip) for m, is_zero in change.left_out]
     try:
         for module, name, value in change.attributes:
             setattr(module, name, value)
@@ -72,10 +75,22 @@ def changed(change: Change) -> Iterator[None]:
             tensor.copy_(value)
         yield
     finally:
+        for hook in hooks:
+            hook.remove()
         for module, name, value in before:
             setattr(module, name, value)
         for tensor, value in saved:
             tensor.copy_(value)
+
+
+def zero(module: torch.nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    """Hook: the module gives nothing."""
+    return torch.zeros_like(output)
+
+
+def skip(module: torch.nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+    """Hook: the module does nothing."""
+    return inputs[0]
 
 
 def changed_call(call: Call, change: Change) -> Call:
@@ -121,6 +136,9 @@ def rotated(embeddings: tuple[Tensor, Tensor], change: Rotary) -> tuple[Tensor, 
     if change.base is not None:
         steps = torch.arange(frequencies.numel(), dtype=frequencies.dtype)
         frequencies = change.base ** (-steps / frequencies.numel())
+    if change.share < 1:
+        frequencies = frequencies.clone()
+        frequencies[round(change.share * frequencies.numel()) :] = 0
     turned = torch.arange(cosines.size(1))[:, None] * (frequencies.cpu() * change.factor)
     both = torch.cat([turned, turned], dim=-1)
     if change.interleaved:
@@ -198,15 +216,17 @@ class LayerCauses:
             calls = [changed_call(call, change) for call in self._calls]
             return run_layer(self._layer, calls, self._site)
 
-    def explains(self, change: Change) -> bool:
-        """Whether the changed layer computes what was observed, at all sites."""
+    def explains(self, change: Change) -> tuple[bool, bool]:
+        """Whether the changed layer computes what was observed at the first part that differs, and
+        whether at all sites: what follows may have a fault of its own."""
         states = self.states(change)
-        sites = [site for site in states if site in self._observed and site in self._limits]
-        return all(
-            float(self._gap(self._observed[site], states[site]).quantile(0.9))
+        right = {
+            site: float(self._gap(self._observed[site], states[site]).quantile(0.9))
             <= 3 * self._limits[site]
-            for site in sites
-        )
+            for site in states
+            if site in self._observed and site in self._limits
+        }
+        return right[self._target], all(right.values())
 
     def _error(self, change: Change) -> float:
         found = self.states(change)[self._target]
@@ -214,10 +234,14 @@ class LayerCauses:
 
     def find(self) -> Cause | None:
         """The change that explains the difference, in the order of what is likely."""
+        partly: Cause | None = None
         for change in self._candidates():
-            if self.explains(change):
+            here, everywhere = self.explains(change)
+            if everywhere:
                 return Cause(change.cause, change.text)
-        return self._constant_factor() or self._lower_precision()
+            if here and partly is None:
+                partly = Cause(change.cause, change.text)
+        return partly or self._constant_factor() or self._lower_precision()
 
     def _candidates(self) -> Iterator[Change]:
         before_attention = self._part in ("norm", "attention", "")
@@ -232,6 +256,18 @@ class LayerCauses:
         if self._part in ("router", "mlp", ""):
             yield from self._routers()
             yield from self._activations()
+        yield from self._left_out()
+
+    def _left_out(self) -> Iterator[Change]:
+        """Modules that have no effect."""
+        for path, module in self._layer.named_modules():
+            name = path.rpartition(".")[2]
+            if name.endswith("norm"):
+                text = f"{path} is left out"
+                yield Change("part left out", text, left_out=((module, False),))
+            elif name.startswith("shared_expert") and not name.endswith("gate"):
+                text = f"{path} is left out"
+                yield Change("part left out", text, left_out=((module, True),))
 
     def _fit(self, make: Callable[[float], Change], grid: Sequence[float]) -> Change:
         """The change of one positive number that comes nearest: the best of a grid, then a golden
@@ -276,7 +312,7 @@ class LayerCauses:
         parts = parts_of(self._layer)
         groups = [norms, *([norm] for norm in norms)]
         if inside is not None:
-            groups = [[norm] for norm in norms if norm[1] is parts[inside]]
+            groups = [norms, *([norm] for norm in norms if norm[1] is parts[inside])]
         for group in groups:
             if not group:
                 continue
@@ -340,6 +376,9 @@ class LayerCauses:
         yield self._fit(factor_change, FACTORS)
         none = "there is no rope, which the reference has"
         yield Change("rope", none, rotary=Rotary(factor=0.0))
+        for share in (0.25, 0.5, 0.75):
+            text = f"rope turns the first {share:.0%} of the reference's dimensions"
+            yield Change("rope share", text, rotary=Rotary(share=share))
         pairs = "rope turns neighbouring pairs, the reference halves"
         yield Change("rope layout", pairs, rotary=Rotary(interleaved=True))
 
@@ -379,6 +418,13 @@ class LayerCauses:
             return None
         return Cause("wrong scale", f"the output is {factor:.6g} times the reference's")
 
+    def _is_noise(self) -> bool:
+        """Whether the difference has no direction of its own, as rounding has none."""
+        expected = self._expected[self._target].double()
+        apart = self._observed[self._target].double() - expected
+        along = (apart * expected).sum() / (apart.norm() * expected.norm()).clamp(min=1e-60)
+        return abs(float(along)) < 0.5
+
     def _lower_precision(self) -> Cause | None:
         """The difference is as large as what the layer's own rounding in a lower precision is."""
         gaps = self._gap(self._observed[self._target], self._expected[self._target])
@@ -389,7 +435,8 @@ class LayerCauses:
             with torch.no_grad():
                 states = run_layer(lower, calls, self._site)
             rounding = float(self._gap(states[self._target], self._expected[self._target]).median())
-            if rounding > self._limits[self._target] and 1 / 8 < size / rounding < 4:
+            near = 1 / 4 < size / rounding < 2 and self._is_noise()
+            if rounding > self._limits[self._target] and near:
                 kind = "router dtype" if self._part == "router" else "dtype"
                 name = str(dtype).removeprefix("torch.")
                 return Cause(
@@ -447,6 +494,11 @@ def router_cause(observed: Tensor, expected: Tensor, limit: float) -> Cause | No
                 means = [float(s[same].mean()) for s in sums]
                 text = f"they add up to {means[0]:.4g}, the reference's to {means[1]:.4g}"
                 return Cause("router normalisation", f"the weights are {title}: {text}")
+        if torch.equal(a.argsort(dim=1)[:, -1], b.argsort(dim=1)[:, -1]):
+            size = float(((a - b).norm(dim=1) / b.norm(dim=1)).median())
+            if size > 0.02:  # more than the rounding of any dtype
+                text = "the same experts have other weights, in the same order"
+                return Cause("router score function", f"{text}: another function of the scores")
     return None
 
 

@@ -229,6 +229,33 @@ def sinks_zero(model: Any) -> None:
     layer(model, 0).self_attn.sinks.data.zero_()
 
 
+def hook(module: torch.nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+    module.register_forward_hook(lambda module, inputs, output: change(output))
+
+
+def part_of_rope(model: Any) -> None:
+    frequencies = model.model.rotary_emb.inv_freq
+    frequencies[frequencies.numel() // 2 :] = 0
+
+
+def every_epsilon(model: Any) -> None:
+    for module in model.modules():
+        if hasattr(module, "variance_epsilon"):
+            module.variance_epsilon = 1e-3
+
+
+def sigmoid_router(model: Any) -> None:
+    def score(module: Any, inputs: Any, output: Any) -> Any:
+        weights, chosen = output[0].sigmoid().topk(module.top_k, -1)
+        return output[0], weights / weights.sum(-1, keepdim=True), chosen
+
+    layer(model, 0).mlp.gate.register_forward_hook(score)
+
+
+def without_query_norm(model: Any) -> None:
+    layer(model, 1).self_attn.q_norm = torch.nn.Identity()
+
+
 ATTENTION = "model.layers.{}.self_attn.{}.weight"
 MLP = "model.layers.{}.mlp.{}.weight"
 FAULTS = (
@@ -288,6 +315,29 @@ FAULTS = (
     Fault("no window", WINDOWS, lambda m: with_mask(m, None), "attention window", "layers.0.attention", says="no window"),
     Fault("another window", WINDOWS, lambda m: with_mask(m, 3), "attention window", "layers.0.attention", says="a window of 3"),
     Fault("a window in a model without", DENSE, lambda m: with_mask(m, 20), "attention window", "layers.0.attention", says="a window of 20"),
+    Fault("a head of keys is 0", DENSE,
+        lambda m: weight(m, ATTENTION.format(1, "k_proj"))[:8].zero_(), "different weights", "layers.1.attention", says="8 of 32 rows, 0 first"),
+    Fault("no query norm", DENSE, without_query_norm, "part left out", "layers.1.attention", says="q_norm is left out"),
+    Fault("bias of queries dropped", "Qwen2ForCausalLM",
+        lambda m: layer(m, 0).self_attn.q_proj.bias.data.zero_(), "missing weights", "layers.0.attention", says="q_proj.bias"),
+    Fault("scale of the embedding missing", "Gemma3ForCausalLM",
+        lambda m: hook(m.model.embed_tokens, lambda rows: rows / 32**0.5), "wrong scale", "embedding", says="0.176777 times"),
+    Fault("hidden states times a factor", DENSE, lambda m: hook(layer(m, 1), lambda rows: 0.99 * rows), "wrong scale", "layers.1", says="0.99 times"),
+    Fault("half of rope", DENSE, part_of_rope, "rope share", "layers.0.attention", says="50%"),
+    Fault("experts are scored with a sigmoid", EXPERTS, sigmoid_router, "router score function", "layers.0.router"),
+    Fault("shared expert left out", BIASED,
+        lambda m: hook(layer(m, 1).mlp.shared_experts, torch.zeros_like), "part left out", "layers.1.mlp", says="shared_experts"),
+    Fault("an expert halved", EXPERTS,
+        lambda m: weight(m, "model.layers.0.mlp.experts.2.down_proj.weight").mul_(0.5), "wrong scale", "layers.0.mlp", expert=2),
+    Fault("weight of a norm minus one", DENSE,
+        lambda m: layer(m, 0).post_attention_layernorm.weight.data.sub_(1.0), "wrong scale", "layers.0.mlp_norm", says="plus -1"),
+    Fault("bias of experts in bfloat16", BIASED,
+        lambda m: rounded(layer(m, 1).mlp.gate.e_score_correction_bias, torch.bfloat16), "dtype", "layers.1", says="bfloat16"),
+    Fault("another activation", "LlamaForCausalLM",
+        lambda m: setattr(layer(m, 1).mlp, "act_fn", torch.nn.ReLU()), "activation function", "layers.1.mlp", says="relu"),
+    Fault("values of the token before", DENSE,
+        lambda m: hook(layer(m, 1).self_attn.v_proj, lambda rows: rows.roll(1, dims=1)), "unknown", "layers.1.attention"),
+    Fault("every epsilon", DENSE, every_epsilon, "norm epsilon", "layers.0.norm", says="all norms is 0.001"),
     Fault("no sink", SINKS, no_sinks, "missing weights", "layers.1.attention", says="sinks"),
     Fault("sinks of 0", SINKS, sinks_zero, "missing weights", "layers.0.attention", says="sinks"),
 )  # fmt: skip
