@@ -58,7 +58,9 @@ def test_a_fault_in_the_engine_is_named(fault: Fault, worlds: Worlds) -> None:
     where = (first.cause, first.site, first.expert)
     assert where == (fault.cause, fault.site, fault.expert), first.text
     assert fault.says in first.evidence, first.text
-    assert len(found) == 1 or fault.name in ("layers swapped", "every epsilon"), [f.text for f in found]
+    assert len(found) == 1 or fault.name in ("layers swapped", "every epsilon"), [
+        f.text for f in found
+    ]
 
 
 @pytest.mark.parametrize("fault", TRAINER_FAULTS, ids=lambda fault: fault.name)
