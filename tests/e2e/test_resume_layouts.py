@@ -177,8 +177,8 @@ def whole_run(
 
 
 def sizes_of(words: str, ranks: int) -> tuple[int, list[str]]:
-    """What random states belong to."""
-    return ranks, sorted(re.findall(r"--\S+-parallel-size \d+", words))
+    """What random states belong to; a layout that is written out has virtual stages."""
+    return ranks, sorted(re.findall(r"--\S+-parallel-(?:size \d+|layout \S+)", words))
 
 
 CHANGES = [
