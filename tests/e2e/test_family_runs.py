@@ -54,3 +54,21 @@ def test_it_trains(server: TrainServer, work: Workspace, tmp_path: Path, family:
     untrained = {name for name in before if frozen.search(name)}
     assert untrained == {name for name in same if not router.search(name)}
     class_for_text(AutoConfig.from_pretrained(out / "hf")).from_pretrained(out / "hf")
+
+
+def test_the_tables_of_a_memory_can_stay(
+    server: TrainServer, work: Workspace, tmp_path: Path
+) -> None:
+    """Those of n-grams, which have most of a model's parameters, while everything else learns."""
+    model, out = tmp_path / "model", tmp_path / "out"
+    make_tiny_model("Qwen4ExpForCausalLM", model)
+    frozen = {"freeze_params_name_list": "ngram_memory.table"}
+    argv = work.flags(
+        out, hf_checkpoint=model, save_hf=out / "hf", lr=5e-3, num_rollout=2, **frozen
+    )
+    server.train(argv, tmp_path / "log").ok()
+    before, after = weights_of(model), weights_of(out / "hf")
+    same = {name for name in before if torch.equal(before[name], after[name])}
+    tables = {name for name in before if ".ngram_embedding." in name}
+    assert len(tables) == 6 and tables <= same
+    assert not [n for n in same if ".ple." in n and ".ple_embedding." not in n]
