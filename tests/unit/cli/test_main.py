@@ -180,10 +180,10 @@ def places(prompts: list[str]) -> set[tuple[int, str]]:
     return {(place, char) for text in prompts for place, char in enumerate(reversed(text))}
 
 
-@pytest.mark.parametrize("starter", ["agent", "sft-then-rl", "lora"])
+@pytest.mark.parametrize("starter", ["tool", "agent", "sft-then-rl", "lora"])
 def test_what_is_asked_for_has_been_shown(starter: str, tmp_path: Path) -> None:
     """A fine-tuned model hardly ever writes what no demonstration has, so no reward teaches it. The
-    price 0 was in none."""
+    price 0, and 5 as the second digit of a sum, were in none."""
     write_files(tmp_path)
     folder = tmp_path / "task"
     write_project(folder, str(tmp_path / "hf"), starter)
@@ -195,6 +195,8 @@ def test_what_is_asked_for_has_been_shown(starter: str, tmp_path: Path) -> None:
     if starter == "agent":
         prices = Counter(row["messages"][-1]["content"] for row in demos)
         assert prices == dict.fromkeys("0123456789", 4), "agent.py says any of them"
+    if starter == "tool":
+        assert {row["answer"].split(".")[1] for row in demos} == {str(n) for n in range(19)}
 
 
 def test_a_package_that_is_missing_is_named(
