@@ -171,3 +171,21 @@ def test_an_adaptive_kl_coefficient_is_resumed(
     )
     assert [row["rollout/kl_coef"] for row in parts] == coefficients
     assert same_numbers(parts) == same_numbers(full_run)
+
+
+def test_one_answer_a_prompt_learns_across_rollouts_without_groups(
+    server: TrainServer, work: Workspace, tmp_path: Path
+) -> None:
+    """The reward less the mean of the rollout, with a trust region around the engine's log-probs."""
+    argv = work.flags(tmp_path, advantage_estimator="batch_mean", policy_loss_type="dppo_kl", n_samples_per_prompt=1, rollout_batch_size=8,
+                      num_rollout=3, micro_batch_size=2, async_rollout="", fully_async="", max_staleness=2, rollout_slice_len=2,
+                      save_debug_rollout_data=tmp_path / "r_{rollout_id}")  # fmt: skip
+    done = server.train(argv, tmp_path / "log").ok()
+    assert "every advantage is 0" not in done.err + done.out
+    rows = rows_of(tmp_path)
+    assert all(row["train/grad_norm"] > 1e-3 for row in rows)
+    for rollout, row in enumerate(rows):
+        groups = load_rollout(str(tmp_path / "r_{rollout_id}"), rollout)
+        rewards = [s.reward for group in groups for s in group.samples]
+        assert len({group.group_id for group in groups}) == 8 and None not in rewards
+        assert row["reward/singleton_groups"] == 0
