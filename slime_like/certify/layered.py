@@ -19,10 +19,10 @@ States = Mapping[str, Tensor]
 
 # names of the parts of a layer in transformers, of which the first that a layer has is taken
 PARTS: Mapping[str, tuple[str, ...]] = {
-    "norm": ("input_layernorm", "norm"),
-    "attention": ("self_attn", "linear_attn", "attention", "attn"),
-    "mlp_norm": ("pre_feedforward_layernorm", "post_attention_layernorm"),
-    "mlp": ("mlp", "block_sparse_moe", "feed_forward"),
+    "norm": ("input_layernorm", "norm", "operator_norm"),
+    "attention": ("self_attn", "linear_attn", "attention", "attn", "mamba", "conv"),
+    "mlp_norm": ("pre_feedforward_layernorm", "post_attention_layernorm", "ffn_norm"),
+    "mlp": ("mlp", "block_sparse_moe", "feed_forward", "shared_mlp"),
 }
 FINAL_NORMS = ("norm", "norm_f", "final_layernorm")
 
@@ -47,14 +47,18 @@ class _Pass:
 
 def parts_of(layer: torch.nn.Module) -> dict[str, torch.nn.Module]:
     """The parts of a layer by site. A layer that has a norm behind its attention instead of before
-    has no "norm"."""
+    has no "norm", and one that adds experts and a shared MLP itself has no "mlp"."""
     found = {}
     for part, names in PARTS.items():
-        name = next((name for name in names if hasattr(layer, name)), None)
-        if name is not None:
-            found[part] = getattr(layer, name)
+        # a layer may have None in place of what its kind lacks
+        modules = [m for name in names if (m := getattr(layer, name, None)) is not None]
+        if modules:
+            found[part] = modules[0]
     if "norm" not in found:
         found.pop("mlp_norm", None)  # then it is one behind the attention
+    shared = getattr(layer, "shared_mlp", None)
+    if shared is not None and found["mlp"] is not shared:
+        del found["mlp"]  # the trainer's also has the shared one
     return found
 
 

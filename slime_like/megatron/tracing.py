@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slime_like.megatron.model.policy import LogProbHead, head_weight
+from slime_like.megatron.model.policy import LogProbHead, logits_of
 from slime_like.megatron.moe import decoder_routers
 from slime_like.megatron.ops.router import PackedRouter
 from slime_like.megatron.parallel_layout import ParallelLayout
@@ -107,9 +107,8 @@ class StateRecorder:
 
     def __call__(self, model: torch.nn.Module, batch: MicroBatch, hidden: Tensor) -> TokenOutput:
         """`LogProbHead`'s columns; the logits are recorded."""
-        weight = head_weight(model)
         rows = self._gather_rows(hidden[0]) if self._head.sequence_parallel else hidden[0]
-        own = (rows @ weight.t()).detach()
+        own = logits_of(model, rows).detach()
         shards = [torch.empty_like(own) for _ in range(self._layout.tp_size)]
         if self._layout.tp_size > 1:
             dist.all_gather(shards, own.contiguous(), group=self._layout.tp_group)

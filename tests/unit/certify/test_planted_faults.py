@@ -16,10 +16,12 @@ from slime_like.megatron.parallel_layout import ParallelLayout
 from tests.unit.certify.planted import DENSE, FAULTS, TRAINER_FAULTS, Fault, stale, weight
 from tests.unit.certify.worlds import World, make_world
 
-# each of them with three seeds, and two of them in bfloat16, engine and trainer: 54 clean runs
+# each of them with three seeds, and two of them in bfloat16, engine and trainer: 90 clean runs
 CLEAN = (
     *("Qwen3ForCausalLM", "LlamaForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM"),
     *("Gemma3ForCausalLM", "GptOssForCausalLM", "Qwen3NextForCausalLM", "Olmo2ForCausalLM"),
+    *("Gemma4ForCausalLM", "GraniteForCausalLM", "Lfm2ForCausalLM", "MiMoV2FlashForCausalLM"),
+    *("GraniteMoeHybridForCausalLM", "GraniteMoeSharedForCausalLM"),
 )
 ROUNDED = ("Qwen3ForCausalLM", "MixtralForCausalLM", "Glm4MoeForCausalLM")
 
