@@ -75,9 +75,10 @@ def read_vision(
 
 
 def seeing_models() -> list[str]:
-    """A published name of each family whose images are offered."""
+    """A published name of each family whose images are offered, or its architecture."""
     families = map(model_families.get, model_families.names())
-    return [f.published[0] for f in families if isinstance(f.vision, VisionFamily)]
+    seeing = (f for f in families if isinstance(f.vision, VisionFamily))
+    return [next(iter(f.published), f.architecture) for f in seeing]
 
 
 def _sections(where: str, text: dict[str, Any], hf: HfModel, axes: RotaryAxes) -> tuple[int, ...]:

@@ -156,8 +156,9 @@ def head_bytes(config: RunConfig, rows: int, *, gpu: bool) -> int:
     """Memory of the fused head over `rows` active rows, forward and backward.
 
     As allocated by `ops/fused_linear_logprob.py`: the hidden states of the rows, a workspace of two
-    blocks in fp32, gradients of the hidden states in fp32 and of the weight in its dtype, one fp32
-    slice of the weight's gradient, and statistics per row.
+    blocks in fp32 and a third for the slope of a cap of logits, gradients of the hidden states in
+    fp32 and of the weight in its dtype, one fp32 slice of the weight's gradient, and statistics per
+    row.
     """
     transformer = config.megatron.transformer
     size = transformer.params_dtype.itemsize
@@ -170,7 +171,8 @@ def head_bytes(config: RunConfig, rows: int, *, gpu: bool) -> int:
     width = max(1, min(columns, max(MIN_COLUMNS, elements // max(1, block))))
     own = rows * hidden * (size + 4 + (size if size < 4 else 0)) + columns * hidden * size
     slices = width * hidden * 4 if size < 4 and rows > block else 0
-    return own + slices + 2 * 4 * block * width + rows * 12 * 4
+    blocks = 2 if getattr(transformer, "logit_softcap", None) is None else 3
+    return own + slices + blocks * 4 * block * width + rows * 12 * 4
 
 
 def _adapters(config: RunConfig, built: OneRank) -> dict[str, int]:

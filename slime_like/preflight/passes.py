@@ -23,6 +23,7 @@ from slime_like.autograd import AutogradContext
 from slime_like.megatron.model.delta_net import DeltaNet
 from slime_like.megatron.model.hyper_connections import streams_of
 from slime_like.megatron.ops.attention import PackedAttention, PackedRows, packed_rows
+from slime_like.megatron.ops.context_parallel import columns_for_rows, rows_for_columns
 from slime_like.megatron.ops.delta_rule import DeltaRows
 from slime_like.megatron.ops.tables import delta_tables
 from slime_like.megatron.parallel_layout import ParallelLayout
@@ -158,19 +159,24 @@ def run_stage(rank: OneRank, tokens: int, *, gpu: bool) -> Passes:
     unit = config.recompute_num_layers or 1
     if config.recompute_granularity != "full" or len(layers) < unit:
         unit = 1
-    kinds: dict[tuple[type, ...], list[object]] = {}
+    kinds: dict[tuple[object, ...], list[object]] = {}
     for layer in layers:
         memory = getattr(layer, "ngram_memory", None)
-        kind = type(layer.mlp), type(layer.self_attention), type(memory)
+        sizes = getattr(layer.self_attention, "sizes", None)  # of a SizedAttention
+        kind = type(layer.mlp), type(layer.self_attention), sizes, type(memory)
         kinds.setdefault(kind, []).append(layer)
     units = [(of_kind * unit)[:unit] for of_kind in kinds.values()]
     minimal = list(chain.from_iterable(units))
     total = once = run_micro_batch(rank, minimal, tokens, gpu=gpu)
-    for of_kind, one_unit in zip(kinds.values(), units):
+    for index, of_kind in enumerate(kinds.values()):
         times = len(of_kind) / unit - 1
         if times <= 0:
             continue
-        twice = run_micro_batch(rank, [*minimal, *one_unit], tokens, gpu=gpu)
+        # of other layers, since modules keep tensors of their own, and beside the first unit, since
+        # what a layer keeps depends a little on the one after it
+        another = (of_kind * 2 * unit)[unit : 2 * unit]
+        order = chain.from_iterable([*units[: index + 1], another, *units[index + 1 :]])
+        twice = run_micro_batch(rank, list(order), tokens, gpu=gpu)
         total = total.extrapolate(twice, once, times)
     return total
 
@@ -331,8 +337,10 @@ def mix_rows(layers: list[TransformerLayer], rows: DeltaRows, *, gpu: bool) -> N
 
     def forward(net: DeltaNet, hidden_states: Tensor, **_: object) -> tuple[Tensor, Tensor | None]:
         x = net.project(hidden_states)
-        shared = net.cp_group.size() > 1
-        out = net.scatter_rows(mix(net, net.gather_sequences(x))) if shared else mix(net, x)
+        if net.cp_group.size() > 1:
+            out = columns_for_rows(mix(net, rows_for_columns(x, net.cp_group)), net.cp_group)
+        else:
+            out = mix(net, x)
         output, bias = net.out_proj(out.flatten(1).unsqueeze(1))
         return output, bias
 

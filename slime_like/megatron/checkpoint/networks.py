@@ -3,6 +3,7 @@ this rank's shards."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
@@ -49,6 +50,8 @@ EXTRA_STATE = "_extra_state"  # for fp8, which no flag enables
 # prefixes of fp32 parameters: of the distributed optimizer, and of the non-distributed one in half
 # precision; in fp32 the latter uses the weights themselves
 MAIN_PARAMS = ("optimizer.state.param.", "optimizer.state.fp32_param.")
+# in `shape_problems`: missing state of the optimizer, of a parameter of the tower
+STATE_OF_TOWER = re.compile(rf"^optimizer\..*\.{re.escape(TOWER)}.* is not in it$")
 OWN_OPTIMIZER = "own_optimizer"
 MUON = " of Muon"
 
@@ -227,22 +230,28 @@ def shape_problems(state: dict[str, object], saved: Mapping[str, object]) -> lis
 def tower_problem(
     chunks: Iterable[torch.nn.Module], problems: Sequence[str], saved: Mapping[str, object]
 ) -> str | None:
-    """What to do about a checkpoint that has no vision tower, or one that this model would drop;
-    None if it has what the model has.
+    """What to do about a checkpoint that has no vision tower, or one without the state of its
+    optimizer, or one that this model would drop; None if it has what the model has.
 
     Args:
         chunks: Of the model.
         problems: From `shape_problems`.
         saved: Storage metadata by name.
     """
-    if problems and all(TOWER in problem for problem in problems):
+    has_tower = any(name.startswith(TOWER) for name in saved)
+    if problems and not has_tower and all(TOWER in problem for problem in problems):
         return (
             "has no vision tower, which a run with --multimodal-keys loads: write the model with "
             "slime-like convert megatron-to-hf, which takes the tower of --hf-checkpoint, and "
             "start from that folder with --hf-checkpoint"
         )
+    if problems and all(STATE_OF_TOWER.search(problem) for problem in problems):
+        return (
+            "has no state of the optimizer for the vision tower, which its run did not train: "
+            "remove --train-vision-tower, or add --no-load-optim to start with a new optimizer"
+        )
     sees = any(getattr(m, "vision_settings", None) for chunk in chunks for m in chunk.modules())
-    if not sees and any(name.startswith(TOWER) for name in saved):
+    if not sees and has_tower:
         return (
             "has a vision tower, which a run of text would lose: add --multimodal-keys, or write "
             "the model with slime-like convert megatron-to-hf and start from that folder with "

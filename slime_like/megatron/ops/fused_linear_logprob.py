@@ -98,11 +98,11 @@ class Projection:
         return logits, scratch
 
     def slope(self, logits: Tensor) -> Tensor | None:
-        """d capped / d z of a block of `blocks`, 1 - tanh(z / cap)^2, newly allocated; None without
-        a cap."""
+        """d capped / d z of a block of `blocks`, 1 - tanh(z / cap)^2, in one block of its own; None
+        without a cap."""
         if self.softcap is None:
             return None
-        return 1 - (logits * (self.temperature / self.softcap)).square_()
+        return (logits * (self.temperature / self.softcap)).square_().neg_().add_(1)
 
     @property
     def has_banned(self) -> bool:

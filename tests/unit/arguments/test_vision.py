@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import types
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from arguments.hf.vision import read_vision
+from arguments.hf.vision import read_vision, seeing_models
 from arguments.parse import parse_args
 from slime_like.config import ConfigError, Problem
 from slime_like.images.rows import PlaceholderRule
-from slime_like.weights.families import model_families
+from slime_like.images.settings import VisionFamily
+from slime_like.weights.families import model_families, register_model_family
 from slime_like.weights.families.base import ModelFamily
 from tests.unit.command_lines import HF_CONFIG, ROPE, SEEING, TOWER, complete, problems_of
 
@@ -144,13 +146,14 @@ def test_a_model_that_takes_no_images_here_is_refused_by_name(tmp_path: Path) ->
     assert named(argv, 1, "--multimodal-keys", message)
 
 
-@pytest.mark.parametrize("family", SHELLS, ids=[family.architecture for family in SHELLS])
+REFUSED = [family for family in SHELLS if isinstance(family.vision, str)]
+
+
+@pytest.mark.parametrize("family", REFUSED, ids=[family.architecture for family in REFUSED])
 def test_every_refusal_names_the_model_what_it_lacks_and_a_remedy(
     tmp_path: Path, family: ModelFamily
 ) -> None:
     """Its text trains without --multimodal-keys."""
-    if not isinstance(family.vision, str):
-        return
     hf = types.SimpleNamespace(architecture=family.architecture)
     with pytest.raises(ConfigError) as refused:
         read_vision(str(tmp_path), hf)  # type: ignore[arg-type]
@@ -159,3 +162,14 @@ def test_every_refusal_names_the_model_what_it_lacks_and_a_remedy(
     assert "Qwen3-VL" in message and message.endswith(
         "or remove --multimodal-keys to train on text"
     )
+
+
+def test_a_family_without_a_published_name_is_called_by_its_architecture() -> None:
+    """A user's own, that sees images."""
+    family = next(f for f in SHELLS if isinstance(f.vision, VisionFamily))
+    own = replace(family, architecture="OwnForConditionalGeneration", published=())
+    register_model_family(own)
+    try:
+        assert "OwnForConditionalGeneration" in seeing_models()
+    finally:
+        model_families.remove(own.architecture)

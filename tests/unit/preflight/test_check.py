@@ -21,13 +21,14 @@ megatron_patches.apply()
 from arguments.parse import parse_args  # noqa: E402
 from arguments.run_config import RunConfig  # noqa: E402
 from slime_like.config import ConfigError  # noqa: E402
+from slime_like.megatron.ops.fused_linear_logprob import BLOCK_ELEMENTS_GPU  # noqa: E402
 from slime_like.preflight import run_preflight  # noqa: E402
 from slime_like.preflight.batches import batches_of, response_lengths  # noqa: E402
 from slime_like.preflight.check import check, chosen_ranks  # noqa: E402
 from slime_like.preflight.fake_world import world_as_rank  # noqa: E402
 from slime_like.preflight.memory import head_bytes, micro_batches_in_flight  # noqa: E402
 from slime_like.preflight.one_rank import build_rank, gradient_bytes  # noqa: E402
-from slime_like.preflight.passes import run_stage  # noqa: E402
+from slime_like.preflight.passes import run_micro_batch, run_stage  # noqa: E402
 from slime_like.preflight.report import duration, json_of, text_of  # noqa: E402
 from slime_like.preflight.search import Layout, search, with_layout  # noqa: E402
 from slime_like.preflight.shape import shape_of  # noqa: E402
@@ -326,6 +327,21 @@ def test_residual_streams_in_memory(tmp_path: Path, changes: dict[str, Any], gpu
     assert kept[4] - kept[2] == 2 * hidden * inputs
 
 
+@pytest.mark.parametrize("changes", [GEMMA4, MIMO_V2], ids=["Gemma 4", "MiMo-V2-Flash"])
+def test_layers_with_and_without_a_window_in_memory(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    """Their attention has other sizes: what all of them keep follows from one of each kind."""
+    config = tiny(tmp_path, changes={**changes, "head_dim": 16}, world=1)
+    with world_as_rank(config.parallel, virtual_stages=None, rank=0, world_size=1) as layout:
+        built = build_rank(config.megatron, config.gpt, layout, gpu=True)
+        found = run_stage(built, 256, gpu=True)
+        layers = list(built.chunks[0].decoder.layers)
+        assert len({layer.self_attention.sizes for layer in layers}) == 2
+        expected = run_micro_batch(built, layers, 256, gpu=True)
+    assert found.kept == expected.kept
+
+
 def test_formula_of_parameters_of_latent_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank of 1,024: attention is whole there but for tensor parallelism."""
     config = parse_args(job("deepseek_v3", monkeypatch=monkeypatch), 1)
@@ -440,6 +456,16 @@ def test_head_has_no_logits(tmp_path: Path) -> None:
     large = tiny(tmp_path, changes={"vocab_size": 2**17})
     more = head_bytes(large, 4096, gpu=True) - head_bytes(small, 4096, gpu=True)
     assert more == 2**16 * 64 * 4
+
+
+def test_a_cap_of_logits_needs_a_block_in_the_head(tmp_path: Path) -> None:
+    """Of its slope, in fp32."""
+    plain, capped = (
+        tiny(tmp_path, changes={**GEMMA4, "vocab_size": 2**16, "final_logit_softcapping": cap})
+        for cap in (None, 30.0)
+    )
+    more = head_bytes(capped, 4096, gpu=True) - head_bytes(plain, 4096, gpu=True)
+    assert more == 4 * BLOCK_ELEMENTS_GPU
 
 
 def test_search_names_layouts_that_the_rules_take(tmp_path: Path) -> None:

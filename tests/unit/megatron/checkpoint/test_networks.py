@@ -21,6 +21,7 @@ from slime_like.megatron.checkpoint.networks import (  # noqa: E402
     available_name,
     leave_out_extra_state,
     shape_problems,
+    tower_problem,
 )
 
 LAYERS = "decoder.layers."
@@ -127,6 +128,39 @@ def test_shapes_that_differ_are_named() -> None:
         "c is not in it",
         "object is not in it",
     ]
+
+
+WEIGHT = "decoder.weight"
+OF_TOWER = "vision.patch_embed.weight"
+MOMENT = f"optimizer.state.exp_avg.{OF_TOWER}"
+
+
+@pytest.mark.parametrize(
+    ("saved", "expected"),
+    [
+        ({WEIGHT: (4,)}, "has no vision tower"),
+        ({WEIGHT: (4,), OF_TOWER: (2,)}, "has no state of the optimizer for the vision tower"),
+        ({WEIGHT: (4,), OF_TOWER: (3,), MOMENT: (3,)}, None),
+        ({WEIGHT: (4,), OF_TOWER: (2,), MOMENT: (2,)}, None),
+    ],
+    ids=["none", "frozen", "another", "trained"],
+)
+def test_what_is_missing_of_a_tower(
+    saved: dict[str, tuple[int, ...]], expected: str | None
+) -> None:
+    """A run that trains its tower: the checkpoint has none, a frozen one, another, or all of it.
+    What is of another size has no remedy here but its names and sizes."""
+    metadata = {name: SimpleNamespace(size=torch.Size(size)) for name, size in saved.items()}
+    wanted = {
+        "model0": {"a": tensor(WEIGHT, 4), "b": tensor(OF_TOWER, 2)},
+        "optimizer": {"param_state": [tensor(MOMENT, 2)]},
+    }
+    model = torch.nn.Module()
+    model.vision_settings = SimpleNamespace()  # type: ignore[assignment]
+    problems = shape_problems(wanted, metadata)
+    found = tower_problem([model], problems, metadata)
+    assert found is None if expected is None else (found or "").startswith(expected)
+    assert bool(problems) == (saved.get(MOMENT) != (2,))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8])

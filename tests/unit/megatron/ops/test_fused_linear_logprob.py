@@ -15,7 +15,7 @@ import megatron_patches
 megatron_patches.apply()
 
 from slime_like.megatron.ops import fused_linear_logprob  # noqa: E402
-from slime_like.megatron.ops.fused_linear_logprob import fused_linear_log_probs  # noqa: E402
+from slime_like.megatron.ops.fused_linear_logprob import Projection, fused_linear_log_probs  # noqa: E402
 
 T, H, COLUMNS = 13, 6, 40
 
@@ -266,6 +266,32 @@ def test_no_tensor_is_as_large_as_the_logits(monkeypatch: pytest.MonkeyPatch) ->
     with LargestTensor() as full_one:
         through_logits(hidden, weight, torch.arange(64), vocab_size=512)
     assert full_one.largest == 64 * 512
+
+
+def test_the_slope_of_a_cap_needs_one_block() -> None:
+    """As --preflight counts it."""
+    head = Projection(torch.randn(8, 4), torch.randn(16, 4), None, 0.6, 16, -1, softcap=3.0)
+    logits = torch.randn(8, 16)
+    with BlocksMade(logits.numel()) as made:
+        head.slope(logits)
+    assert len(made.blocks) == 1
+
+
+class BlocksMade(TorchDispatchMode):
+    """The storages of one size that operations give."""
+
+    def __init__(self, elements: int) -> None:
+        super().__init__()
+        self._elements = elements
+        self.blocks: set[int] = set()
+        self._kept: list[Tensor] = []  # so that no address is used twice
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and out.numel() == self._elements:
+            self.blocks.add(out.data_ptr())
+            self._kept.append(out)
+        return out
 
 
 @pytest.mark.parametrize("uses", ["both", "log_probs", "entropy"])
