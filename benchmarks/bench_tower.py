@@ -1,7 +1,8 @@
 """Time and memory of a vision tower's pass per image token: all images of a micro-batch at once, as
 in training, and one by one.
 
-    python benchmarks/bench_tower.py [--images 16] [--side 224] [--trained [--recompute]]
+    python benchmarks/bench_tower.py [--images 16] [--side 224] [--repeats 2]
+                                     [--trained [--recompute]] [--json FILE]
 
 The tower has the sizes of Qwen3-VL-2B's, with random weights. On a CPU the memory is the peak of
 the process's resident set above that before the pass; on a GPU that of torch's allocator.

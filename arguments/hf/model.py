@@ -217,6 +217,8 @@ def _flat(reader: _Reader, family: ModelFamily) -> dict[str, Any]:
         )
     if reader.problems:
         raise ConfigError(reader.problems)
+    # the language model uses its own (no n-gram of a memory crosses it, see ngram_memory.py); the
+    # one at the top may be the end of a turn of generation
     of_text = {key: text[key] for key in ("eos_token_id",) if text.get(key) is not None}
     return {**text, **_given(config), **of_text}
 

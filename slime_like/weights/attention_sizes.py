@@ -1,5 +1,6 @@
 """Sizes of attention whose heads differ by layer: layers with a sliding window have other numbers
-or sizes of them than those without, or values have another size than keys (MiMo-V2-Flash)."""
+or sizes of them than those without (MiMo-V2-Flash, Gemma 4), values have another size than keys
+(MiMo-V2-Flash), or those of layers without a window are the keys (Gemma 4)."""
 
 from __future__ import annotations
 

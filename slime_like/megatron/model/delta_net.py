@@ -158,19 +158,12 @@ class DeltaNet(MegatronModule, ABC):
         else:
             natural = packed_seq_params.context.natural
             first = self.groups // self.cp_group.size() * self.cp_group.rank()
-            out = self.mix(self.gather_sequences(x)[natural], rows, first)
-            out = self.scatter_rows(torch.zeros_like(out).index_copy(0, natural, out))
+            # all rows of this rank's groups, [T, groups / cp, n]
+            out = self.mix(rows_for_columns(x, self.cp_group)[natural], rows, first)
+            out = torch.zeros_like(out).index_copy(0, natural, out)
+            out = columns_for_rows(out, self.cp_group)
         output, bias = self.out_proj(out.flatten(1).unsqueeze(1))
         return output, bias
-
-    def gather_sequences(self, x: Tensor) -> Tensor:
-        """All-to-all from this rank's rows [T / cp, groups, n] to all rows of some groups
-        [T, groups / cp, n], in rank order."""
-        return rows_for_columns(x, self.cp_group)
-
-    def scatter_rows(self, x: Tensor) -> Tensor:
-        """The inverse of `gather_sequences`."""
-        return columns_for_rows(x, self.cp_group)
 
     def _convolved(
         self, mixed: Tensor, rows: DeltaRows, first: int, bias: Tensor | None = None

@@ -10,11 +10,11 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSub
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
 from slime_like.megatron.model.delta_net import DeltaNetSubmodules, GatedDeltaNet
 from slime_like.megatron.model.kimi_delta import KimiDeltaNet
+from slime_like.megatron.model.layer_specs import layers_of_chunk
 from slime_like.megatron.model.mamba import Mamba2
 from slime_like.megatron.model.norms import ZeroCenteredRMSNorm
 from slime_like.megatron.model.short_conv import ShortConv
@@ -41,8 +41,8 @@ def insert_delta_nets(
     of a model chunk, which so far all have attention. Transformer Engine's norms support
     zero-centered weights themselves."""
     local = transformer_impl != "transformer_engine"
-    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
-    for number, layer in enumerate(block.layer_specs):
+    numbers = layers_of_chunk(config, vp_stage)
+    for index, (number, layer) in enumerate(zip(numbers, block.layer_specs, strict=True)):
         parts = layer.submodules
         attention = layer.submodules.self_attention
         if local and config.layernorm_zero_centered_gamma:
@@ -50,7 +50,7 @@ def insert_delta_nets(
             attention.module = GatedAttention
             attention.submodules.q_layernorm = ZeroCenteredRMSNorm
             attention.submodules.k_layernorm = ZeroCenteredRMSNorm
-        if config.linear_attention_freq[first + number]:
+        if config.linear_attention_freq[number]:
             names = parts.sharded_state_dict_keys_map
             submodules = replace(
                 parts,
@@ -60,7 +60,7 @@ def insert_delta_nets(
                     for name, stored in names.items()
                 },
             )
-            block.layer_specs[number] = replace(layer, submodules=submodules)
+            block.layer_specs[index] = replace(layer, submodules=submodules)
     if local and config.layernorm_zero_centered_gamma:
         block.layer_norm = ZeroCenteredRMSNorm
 

@@ -18,10 +18,10 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
 from slime_like.megatron.model.delta_net import SHARDED, DeltaNet
+from slime_like.megatron.model.layer_specs import layers_of_chunk
 from slime_like.megatron.ops.delta_rule import DeltaRows
 from slime_like.megatron.ops.state_space import state_space
 
@@ -89,12 +89,12 @@ def keep_single_blocks(
 ) -> None:
     """Leave in each layer of a model chunk what its letter in `block_pattern` says: a mixer ("M" or
     "*"), or an MLP ("-" or "E")."""
-    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
-    for number, layer in enumerate(block.layer_specs):
-        if config.block_pattern[first + number] in "M*":
+    numbers = layers_of_chunk(config, vp_stage)
+    for index, (number, layer) in enumerate(zip(numbers, block.layer_specs, strict=True)):
+        if config.block_pattern[number] in "M*":
             absent = dict(pre_mlp_layernorm=IdentityOp, mlp=IdentityOp, mlp_bda=IdentityFuncOp)
         else:
             absent = dict(
                 input_layernorm=IdentityOp, self_attention=IdentityOp, self_attn_bda=IdentityFuncOp
             )
-        block.layer_specs[number] = replace(layer, submodules=replace(layer.submodules, **absent))
+        block.layer_specs[index] = replace(layer, submodules=replace(layer.submodules, **absent))

@@ -66,8 +66,14 @@ class ZeroCenteredRMSNorm(torch.nn.Module):
 
 
 class PostNormLayer(TransformerLayer):
-    """A layer that normalises the outputs of attention and MLP, or multiplies them by
-    `residual_multiplier`, before adding them to the residual stream."""
+    """A layer with what its config asks for of:
+
+    - norms of the outputs of attention and MLP, before they are added to the residual stream,
+    - `residual_multiplier`, by which these outputs are multiplied (Granite),
+    - `window_rotary_base`, in layers with a sliding window, and `rotary_share`, in the others: the
+      share of the pairs that is turned,
+    - `layer_scalars`, a number by which the layer's output is multiplied (Gemma 4).
+    """
 
     self_attn_bda: BiasDropoutAdd
     mlp_bda: BiasDropoutAdd

@@ -1,5 +1,5 @@
-"""Attention whose heads differ by layer (MiMo-V2-Flash); see weights/attention_sizes.py for what
-may differ. Values may be scaled, or normalised by head without a weight."""
+"""Attention whose heads differ by layer (MiMo-V2-Flash, Gemma 4); see weights/attention_sizes.py
+for what may differ. Values may be scaled, or normalised by head without a weight."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Qwen3.8-Flash-Next, whose architecture is Qwen4Exp: Qwen3.5's delta nets, attention and experts,
-with gated residual streams and attention to pooled keys (megatron/model/gated_streams.py), and
-with a memory of n-grams in some layers
-(megatron/model/ngram_memory.py), which transformers calls per-layer embeddings.
+with gated residual streams and attention to pooled keys (megatron/model/gated_streams.py), and with
+a memory of n-grams in some layers (megatron/model/ngram_memory.py), which transformers calls
+per-layer embeddings.
 """
 
 from __future__ import annotations

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from arguments.hf.model import read_hf_model
-from arguments.megatron_configs import activation_function, transformer_config_type
-from arguments.schema import GPTModelConfig
 from slime_like.config import ConfigError
-from slime_like.preflight.shape import shape_of
+from tests.unit.arguments.hf import networks
+from tests.unit.arguments.hf.networks import shape
 
 # 60 layers of which every sixth has no window
 TEXT: dict[str, Any] = {
@@ -52,8 +50,7 @@ def write(folder: Path, text: dict[str, Any], **keys: Any) -> str:
         **{"vision_soft_tokens_per_image": 280, "boi_token_id": 255999, "eoi_token_id": 258882},
         **{"dtype": "bfloat16", "text_config": text, **keys},
     }
-    (folder / "config.json").write_text(json.dumps(config))
-    return str(folder)
+    return networks.write(folder, config)
 
 
 def test_both_forms_are_one_network(tmp_path: Path) -> None:
@@ -76,15 +73,12 @@ def test_both_forms_are_one_network(tmp_path: Path) -> None:
 def test_parameters(tmp_path: Path) -> None:
     """30.7 billion, the text of the 31B model, as counted by hand from the file's sizes."""
     model = read_hf_model(write(tmp_path, PUBLISHED))
-    found = model.transformer
-    own = {"activation_func": activation_function(found["activation_func"])}
-    config = transformer_config_type(found)(**{**found, **own}, transformer_impl="local")
     mlp, norms = 3 * 21504, 4
     near = 32 * 256 * 2 + 2 * 16 * 256
     far = 32 * 512 * 2 + 4 * 512
     expected = 5376 * (262144 + 1 + 60 * (mlp + norms) + 50 * near + 10 * far)
     expected += 2 * (50 * 256 + 10 * 512)
-    assert shape_of(config, GPTModelConfig(**model.gpt)).total == expected
+    assert shape(model).total == expected
     assert expected / 1e9 == pytest.approx(30.7, abs=0.05)
 
 

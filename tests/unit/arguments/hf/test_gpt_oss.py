@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from arguments.hf.model import read_hf_model
-from arguments.megatron_configs import activation_function, transformer_config_type
-from arguments.schema import GPTModelConfig
 from slime_like.config import ConfigError
-from slime_like.preflight.shape import shape_of
+from tests.unit.arguments.hf import networks
+from tests.unit.arguments.hf.networks import shape
 from tests.unit.command_lines import complete, problems_of
 
 # what both files have, in transformers 4's keys
@@ -43,8 +41,7 @@ def write(folder: Path, size: str = "20b", **changes: Any) -> str:
     layers, experts = SIZES[size]
     own = {"num_hidden_layers": layers, "num_local_experts": experts}
     own["layer_types"] = ["sliding_attention", "full_attention"] * (layers // 2)
-    (folder / "config.json").write_text(json.dumps({**PUBLISHED, **own, **changes}))
-    return str(folder)
+    return networks.write(folder, PUBLISHED, **{**own, **changes})
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -57,10 +54,8 @@ def test_the_published_files(tmp_path: Path, size: str) -> None:
     assert not found["yarn_correction_range_round_to_int"]
     assert model.gpt["rotary_base"] == 150000.0
     assert read_hf_model(write(tmp_path, size, layer_types=None)).transformer == found
-    own = {"activation_func": activation_function(found["activation_func"])}
-    config = transformer_config_type(found)(**{**found, **own}, transformer_impl="local")
-    shape = shape_of(config, GPTModelConfig(**model.gpt))
-    assert (shape.total / 1e9, shape.active / 1e9) == pytest.approx(CARD[size], abs=0.01)
+    sizes = shape(model)
+    assert (sizes.total / 1e9, sizes.active / 1e9) == pytest.approx(CARD[size], abs=0.01)
 
 
 @pytest.mark.parametrize(

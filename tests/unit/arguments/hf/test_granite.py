@@ -3,19 +3,17 @@ refused."""
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from arguments.hf.model import HfModel, read_hf_model
-from arguments.megatron_configs import activation_function, transformer_config_type
+from arguments.hf.model import read_hf_model
 from arguments.rules.network import ShardedNetwork, layout_problems
-from arguments.schema import GPTModelConfig, ParallelConfig
+from arguments.schema import ParallelConfig
 from slime_like.config import ConfigError
-from slime_like.preflight.shape import ModelShape, shape_of
+from tests.unit.arguments.hf.networks import shape, write
 
 COMMON: dict[str, Any] = {
     **{"architectures": ["GraniteMoeHybridForCausalLM"], "model_type": "granitemoehybrid"},
@@ -43,18 +41,6 @@ H_TINY = {
     **{"position_embedding_type": "nope", "mamba_n_heads": 48, "mamba_d_head": 64},
     "layer_types": ["attention" if n % 10 == 5 else "mamba" for n in range(40)],
 }
-
-
-def write(folder: Path, config: dict[str, Any], **changes: Any) -> str:
-    (folder / "config.json").write_text(json.dumps({**config, **changes}))
-    return str(folder)
-
-
-def shape(model: HfModel) -> ModelShape:
-    found = model.transformer
-    own = {"activation_func": activation_function(found["activation_func"])}
-    config = transformer_config_type(found)(**{**found, **own}, transformer_impl="local")
-    return shape_of(config, GPTModelConfig(**model.gpt))
 
 
 def test_the_dense_model(tmp_path: Path) -> None:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from arguments.hf.model import HfModel, read_hf_model
-from arguments.megatron_configs import activation_function, transformer_config_type
+from arguments.hf.model import read_hf_model
 from arguments.rules.network import ShardedNetwork, layout_problems
-from arguments.schema import GPTModelConfig, ParallelConfig
+from arguments.schema import ParallelConfig
 from slime_like.config import ConfigError
-from slime_like.preflight.shape import ModelShape, shape_of
+from tests.unit.arguments.hf.networks import shape, write
 
 SHARED: dict[str, Any] = {
     **{"hidden_size": 2048, "vocab_size": 65536, "num_attention_heads": 32},
@@ -40,18 +38,6 @@ EXPERTS: dict[str, Any] = {
     **{"num_dense_layers": 2, "num_experts": 32, "num_experts_per_tok": 4, "use_expert_bias": True},
     **{"norm_topk_prob": True, "routed_scaling_factor": 1.0, "tie_embedding": True},
 }
-
-
-def write(folder: Path, config: dict[str, Any], **changes: Any) -> str:
-    (folder / "config.json").write_text(json.dumps({**config, **changes}))
-    return str(folder)
-
-
-def shape(model: HfModel) -> ModelShape:
-    found = model.transformer
-    own = {"activation_func": activation_function(found["activation_func"])}
-    config = transformer_config_type(found)(**{**found, **own}, transformer_impl="local")
-    return shape_of(config, GPTModelConfig(**model.gpt))
 
 
 def test_the_dense_model(tmp_path: Path) -> None:

@@ -3,18 +3,18 @@ refused."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from arguments.hf.model import read_hf_model
-from arguments.megatron_configs import activation_function, transformer_config_type
 from arguments.schema import GPTModelConfig
 from slime_like.config import ConfigError
 from slime_like.preflight.flops import forward_flops
 from slime_like.preflight.shape import shape_of
+from tests.unit.arguments.hf import networks
+from tests.unit.arguments.hf.networks import config_of
 from tests.unit.command_lines import complete, problems_of
 
 COMMON: dict[str, Any] = {
@@ -50,8 +50,7 @@ SAVED = {
 
 
 def write(folder: Path, **keys: Any) -> str:
-    (folder / "config.json").write_text(json.dumps({**COMMON, **keys}))
-    return str(folder)
+    return networks.write(folder, COMMON, **keys)
 
 
 def test_both_forms_are_one_network(tmp_path: Path) -> None:
@@ -72,9 +71,7 @@ def test_both_forms_are_one_network(tmp_path: Path) -> None:
 def test_parameters_and_flops(tmp_path: Path) -> None:
     """309 billion, as its card says; of a layer with a window twice the projections of keys."""
     model = read_hf_model(write(tmp_path, **PUBLISHED))
-    found = model.transformer
-    own = {"activation_func": activation_function(found["activation_func"])}
-    config = transformer_config_type(found)(**{**found, **own}, transformer_impl="local")
+    config = config_of(model)
     gpt = GPTModelConfig(**model.gpt)
     shape = shape_of(config, gpt)
     assert shape.total / 1e9 == pytest.approx(309, abs=1)
