@@ -209,6 +209,8 @@ class LayerCauses:
         self._target = f"{site}.{differing}" if differing else site
         self._gap = gap
         self._expected = run_layer(layer, calls, site)
+        apart = gap(observed[self._target], self._expected[self._target])
+        self._unexplained = float(apart.mean())
 
     @torch.no_grad()
     def states(self, change: Change) -> dict[str, Tensor]:
@@ -221,12 +223,17 @@ class LayerCauses:
         whether at all sites: what follows may have a fault of its own."""
         states = self.states(change)
         right = {
-            site: float(self._gap(self._observed[site], states[site]).quantile(0.9))
-            <= 3 * self._limits[site]
+            site: self._is_near(site, self._gap(self._observed[site], states[site]))
             for site in states
             if site in self._observed and site in self._limits
         }
         return right[self._target], all(right.values())
+
+    def _is_near(self, site: str, gap: Tensor) -> bool:
+        """Whether this difference is rounding, and where something has to be explained, less than
+        half of what it was: the rounding of bfloat16 may be as large as a fault."""
+        explains = site != self._target or float(gap.mean()) < self._unexplained / 2
+        return explains and float(gap.quantile(0.9)) <= 3 * self._limits[site]
 
     def _error(self, change: Change) -> float:
         found = self.states(change)[self._target]
@@ -414,7 +421,7 @@ class LayerCauses:
         expected = self._expected[self._target].double()
         factor = float((found * expected).sum() / expected.square().sum().clamp(min=1e-60))
         gap = self._gap(found, factor * expected)
-        if abs(factor) < 1e-12 or float(gap.quantile(0.9)) > 3 * self._limits[self._target]:
+        if abs(factor) < 1e-12 or not self._is_near(self._target, gap):
             return None
         return Cause("wrong scale", f"the output is {factor:.6g} times the reference's")
 
@@ -435,8 +442,9 @@ class LayerCauses:
             with torch.no_grad():
                 states = run_layer(lower, calls, self._site)
             rounding = float(self._gap(states[self._target], self._expected[self._target]).median())
-            near = 1 / 4 < size / rounding < 2 and self._is_noise()
-            if rounding > self._limits[self._target] and near:
+            if rounding <= self._limits[self._target]:  # it may be 0
+                continue
+            if 1 / 4 < size / rounding < 2 and self._is_noise():
                 kind = "router dtype" if self._part == "router" else "dtype"
                 name = str(dtype).removeprefix("torch.")
                 return Cause(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -63,7 +64,7 @@ class Certificate:
 def canonical(data: Mapping[str, Any]) -> bytes:
     """The bytes that are signed: all but the signature, with sorted keys."""
     content = {key: value for key, value in data.items() if key != "signature"}
-    return json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
+    return json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
 def signature(data: Mapping[str, Any], key: str | None) -> dict[str, str]:
@@ -74,11 +75,22 @@ def signature(data: Mapping[str, Any], key: str | None) -> dict[str, str]:
     return signed
 
 
+def finite(value: Any) -> Any:
+    """Plain JSON, with "inf", "-inf" and "nan" for the numbers that JSON does not have."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(key): finite(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(part) for part in value]
+    return value
+
+
 def write(certificate: Certificate, folders: Sequence[Path]) -> Path:
     """Write it into each folder's `certificates`; returns the first file."""
-    data = json.loads(json.dumps(certificate.to_json()).replace("Infinity", '"inf"'))
+    data = finite(certificate.to_json())
     data["signature"] = signature(data, os.environ.get(KEY_VARIABLE))
-    text = json.dumps(data, indent=1) + "\n"
+    text = json.dumps(data, indent=1, allow_nan=False) + "\n"
     paths = [folder / FOLDER / f"rollout_{certificate.rollout}.json" for folder in folders]
     for path in paths:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -94,9 +106,9 @@ def verify(path: Path, key: str | None = None) -> dict[str, Any]:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         signed = dict(data["signature"])
+        expected = signature(data, key)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path}: is no certificate ({error})") from error
-    expected = signature(data, key)
     for name, value in expected.items():
         if not hmac.compare_digest(str(signed.get(name, "")), value):
             raise ValueError(f"{path}: its {name} does not fit its content: it was changed")

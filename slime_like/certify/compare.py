@@ -3,7 +3,7 @@ first differing layer, position and expert with the cause."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -119,30 +119,27 @@ class Reference:
         self.states = exact.run(sequences, inputs)
         own = rounded.run(sequences, inputs)
         smallest = TIMES_EPSILON * torch.finfo(rounded.dtype).eps
-        self.limits = {
-            site: max(smallest, TIMES_ROUNDING * float(self._gap(site, own[site]).max()))
+        # by router, the share of tokens that may be tied: at least twice the rounding's own
+        self._tie_shares = {
+            site: max(TIES.get(self.dtype, FEW_TIES), 2 * float(self._others(site, own).mean()))
             for site in self.states
+            if site.endswith(".router")
+        }
+        self.limits = {
+            site: max(smallest, TIMES_ROUNDING * float(gap.max()))
+            for site, gap in self._untied_gaps(own)
         }
         self.weights = rounded.weights()
         self._comparison = WeightComparison(self.weights, self.dtype, earlier, base)
 
-    def _gap(self, site: str, values: Tensor) -> Tensor:
-        """By token; of a router and what follows it, without the tokens that are tied."""
-        gap = relative_gap(values, self.states[site])
-        if not site.endswith(".router"):
-            return gap
-        tied = self._tied(values, self.states[site])
-        return gap.masked_fill(tied, 0.0)
+    def _others(self, site: str, states: States) -> Tensor:
+        """Of every token, 1.0 if this router chooses other experts for it, [N] float64."""
+        return ((states[site] != 0) != (self.states[site] != 0)).any(dim=1).double()
 
-    def _tied(self, values: Tensor, expected: Tensor) -> Tensor:
-        """Tokens [N] that choose other experts, if they are so few that it can be rounding."""
-        other = ((values != 0) != (expected != 0)).any(dim=1)
-        share = float(other.double().mean())
-        return other if share <= TIES.get(self.dtype, FEW_TIES) else torch.zeros_like(other)
-
-    def gaps(self, states: States) -> dict[str, Gaps]:
-        """The differences of all sites that both have, in the order of computation."""
-        found = {}
+    def _untied_gaps(self, states: States) -> Iterator[tuple[str, Tensor]]:
+        """The sites that both have in the order of computation, with the differences by token [N].
+        Tokens that are tied have none from the router to the end of the layer. They are those that
+        choose other experts, if they are so few that it can be rounding."""
         tied: Tensor | None = None
         for site in site_order(len(self.exact.layers)):
             if site not in self.states or site not in states:
@@ -151,15 +148,17 @@ class Reference:
             values = states[site]
             if values.shape != expected.shape:
                 continue  # e.g. several residual streams
-            gap = self._gap(site, values)
             if site.endswith(".router"):
-                tied = self._tied(values, expected)
-            elif tied is not None:  # what follows a router in its layer
-                gap = gap.masked_fill(tied, 0.0)
+                others = self._others(site, states)
+                tied = others.bool() if float(others.mean()) <= self._tie_shares[site] else None
+            gap = relative_gap(values, expected)
+            yield site, gap if tied is None else gap.masked_fill(tied, 0.0)
             if site.count(".") == 1:
                 tied = None
-            found[site] = Gaps(gap, self.limits[site])
-        return found
+
+    def gaps(self, states: States) -> dict[str, Gaps]:
+        """The differences of all sites that both have, in the order of computation."""
+        return {site: Gaps(gap, self.limits[site]) for site, gap in self._untied_gaps(states)}
 
     def positions(self) -> Tensor:
         """Of every token in its sequence, [N]."""
@@ -286,7 +285,7 @@ class Reference:
         if site == "logits":
             largest = float(found.abs().max())
             capped = largest * (expected / largest).tanh()
-            if largest and _correlated(found, expected) and largest < float(expected.abs().max()):
+            if largest and _is_monotonic(found, expected) and largest < float(expected.abs().max()):
                 size = float(relative_gap(found, capped).median())
                 return Cause("logit cap", f"large logits are bent to {largest:.3g} ({size:.2g})")
         return None
@@ -395,7 +394,8 @@ def _spans(last: int) -> list[tuple[int, int]]:
     return [(last * k // 4, last * (k + 1) // 4) for k in range(4)]
 
 
-def _correlated(a: Tensor, b: Tensor) -> bool:
+def _is_monotonic(a: Tensor, b: Tensor) -> bool:
+    """Whether b never falls where a rises."""
     order = a.flatten().argsort()
     return bool((b.flatten()[order].diff() >= -1e-9).all())
 
@@ -404,7 +404,7 @@ def merged(findings: Sequence[Finding]) -> list[Finding]:
     """One finding for layers with the same cause and the same part; it is the first one's."""
     found: dict[tuple[str, str, str, str], Finding] = {}
     for finding in findings:
-        text = finding.evidence if finding.layer is None else _without_numbers(finding)
+        text = finding.evidence if finding.layer is None else _what_is_shared(finding)
         key = (finding.subject, finding.part, finding.cause, text)
         if key in found:
             first = found[key]
@@ -414,5 +414,6 @@ def merged(findings: Sequence[Finding]) -> list[Finding]:
     return list(found.values())
 
 
-def _without_numbers(finding: Finding) -> str:
+def _what_is_shared(finding: Finding) -> str:
+    """The part of the evidence that layers with one cause must share."""
     return finding.evidence if finding.cause == "swapped weights" else ""

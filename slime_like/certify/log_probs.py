@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 
 from slime_like.certify.causes import Cause
-from slime_like.certify.compare import Finding
+from slime_like.certify.compare import TIMES_ROUNDING, Finding
 from slime_like.certify.layered import LayeredModel
 from slime_like.engines.base import GenerateOutput, GenerateRequest
 
 NATS = 2e-5  # a difference of log-probs below it is none in float32
 TEMPERATURES = torch.linspace(math.log(0.05), math.log(20), 400).exp()
-TIMES_ROUNDING = 12.0
 BUCKETS = 4  # parts of the depth that are reported
 
 
@@ -173,7 +172,8 @@ def sampler_cause(sampled: SampledTokens, temperature: float, limit: float) -> C
         if sampled.logits.size(0) > 3:
             moved = sampled.expected(temperature).roll(step)
             inside = sampled.position.roll(step) == sampled.position - step
-            if bool(((moved - sampled.reported).abs() <= limit)[inside].all()):
+            near = (moved - sampled.reported).abs() <= limit
+            if bool(inside.any()) and bool(near[inside].all()):
                 return Cause("order of tokens", "each token has its neighbour's log-prob")
     return None
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,28 +17,35 @@ from torch import Tensor
 from transformers import AutoConfig
 from transformers.initialization import no_init_weights
 
+from arguments.hf.quantization import folder_quantization
 from slime_like.certify.certificate import Certificate, write
 from slime_like.certify.compare import Examination, Finding, Reference
 from slime_like.certify.layered import LayeredModel
 from slime_like.certify.log_probs import LogProbGaps, compare_log_probs, sampled_tokens
 from slime_like.certify.weights import Fingerprints, fingerprints
-from slime_like.distributed.collectives import from_rank_zero
+from slime_like.conversion.verify import dequantized_model
+from slime_like.distributed.collectives import from_rank_zero_within
 from slime_like.engines.base import GenerateOutput, GenerateRequest, RolloutEngine, SamplingParams
 from slime_like.engines.local.engine import LocalEngine, remove_tower
 from slime_like.engines.local.weight_loader import WeightSlots
+from slime_like.errors import RunError
 from slime_like.hf_class import class_for_text
 from slime_like.logs import warn_rank_0
 from slime_like.megatron.backend import MegatronBackend
 from slime_like.megatron.micro_batching import MicroBatchSize
 from slime_like.megatron.tracing import StateRecorder
 from slime_like.types import TrainSample
+from slime_like.weights.safetensors_reader import WeightFiles
 
 SEQUENCES = 4
 LENGTH = 64  # of each, or more if the model has windows
 LONGEST = 512
 PROMPT_LENGTH = 24
 RESPONSE_LENGTH = 24
+TIMEOUT_S = 6 * 3600.0  # of rank 0's work alone, while the other ranks wait
 PACKAGES = ("torch", "transformers", "megatron-core")
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -99,10 +105,19 @@ class Certifier:
             for finding in certificate.findings:
                 warn_rank_0(logger, f"certificate {path}: {finding.text}")
             if certificate.holds:
-                logger.info(f"certificate {path}: trainer, transformers and engine agree")
+                names = list(dict.fromkeys(["trainer", "transformers", *found[0], *found[1]]))
+                agreed = f"{', '.join(names[:-1])} and {names[-1]}"
+                logger.info(f"certificate {path}: {agreed} agree")
             return replace(certificate, weights={})
 
-        return from_rank_zero(examine)
+        return self._on_rank_zero(examine)
+
+    def _on_rank_zero(self, work: Callable[[], T]) -> T:
+        """The result on all ranks, which may wait longer than --distributed-timeout-minutes."""
+        late = (
+            f"the certificate took longer than {TIMEOUT_S / 3600:g} hours: certify a smaller model"
+        )
+        return from_rank_zero_within(work, None, timeout_s=TIMEOUT_S, late=late)
 
     def _trainer_states(self) -> dict[str, Tensor]:
         """On rank 0, the trainer's states of all sequences."""
@@ -147,11 +162,14 @@ class Certifier:
         sampling = replace(self._settings.sampling, max_new_tokens=RESPONSE_LENGTH)
 
         def ask() -> list[tuple[str, list[GenerateRequest], list[GenerateOutput]]]:
-            if engine.is_remote:
-                return [(url, requests, list(o)) for url, o in engine.probe(requests, sampling)]
-            return [("engine", requests, engine.generate(requests, sampling))]
+            if not engine.is_remote:
+                return [("engine", requests, engine.generate(requests, sampling))]
+            answers = [(url, requests, list(o)) for url, o in engine.probe(requests, sampling)]
+            if not answers:
+                raise RunError(f"the certificate of {self._settings.engine}: no server answered")
+            return answers
 
-        return from_rank_zero(ask)
+        return self._on_rank_zero(ask)
 
     def _examine(
         self,
@@ -243,7 +261,8 @@ def as_slots(model: LayeredModel, weights: Mapping[str, Tensor]) -> dict[str, Te
 
 
 def file_model(folder: str, dtype: torch.dtype, trust_remote_code: bool) -> LayeredModel:
-    """transformers' model with the weights of a folder, as transformers reads it."""
+    """transformers' model with the weights of a folder, as transformers reads it. Quantised ones
+    are read as the trainer does: transformers dequantises differently, and only on some GPUs."""
     transformers.utils.logging.disable_progress_bar()
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     plain: dict[str, Any] = {
@@ -251,7 +270,12 @@ def file_model(folder: str, dtype: torch.dtype, trust_remote_code: bool) -> Laye
         "experts_implementation": "eager",
         "trust_remote_code": trust_remote_code,
     }
-    model = class_for_text(config).from_pretrained(folder, dtype=dtype, **plain)
+    if folder_quantization(folder) is None:
+        model = class_for_text(config).from_pretrained(folder, dtype=dtype, **plain)
+    else:
+        del plain["trust_remote_code"]  # the class is known
+        with WeightFiles(folder) as files:
+            model = dequantized_model(class_for_text(config), config, files, dtype=dtype, **plain)
     remove_tower(model)
     return LayeredModel(model.requires_grad_(False))
 
@@ -264,7 +288,6 @@ def synced_model(
         settings.folder, trust_remote_code=settings.trust_remote_code
     )
     if hasattr(config, "quantization_config"):
-        config = copy.copy(config)
         del config.quantization_config
     if "lm_head.weight" in weights:
         config.tie_word_embeddings = False

@@ -3,6 +3,7 @@ earlier version, rounded, with an adapter, and so on. Every answer is checked wi
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -25,9 +26,8 @@ ROUNDED = (
 )
 INTEGERS = (("int8", 127), ("int4", 7))
 FP8_MAX = 448.0
-EXACT = 1e-6  # relative difference of equal float32 numbers in another order of summation
 LOW_RANK = 1 / 3  # of the smaller dimension
-SMALL = 0.3  # relative difference of weights that a few optimizer steps are apart
+LARGEST_RANK = 256  # of adapters
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,11 +118,15 @@ class WeightComparison:
         return tensor.dim() > 1 and torch.equal(tensor, expected.to(self._dtype).to(tensor))
 
     def _difference(self, name: str, tensor: Tensor, expected: Tensor) -> Difference:
+        tensor = tensor.cpu()  # an engine's may be on a GPU
+        expected = expected.cpu()
         wide = tensor.double()
         right = expected.double()
         if wide.shape != right.shape:
             text = f"{name} is {list(wide.shape)}, the reference's {list(right.shape)}"
             return Difference(name, "a weight of another shape", text, 1.0)
+        if (odd := not_finite(wide, right)) is not None:
+            return Difference(name, "not finite", f"{name} {odd}", math.inf)
         size = float((wide - right).norm() / right.norm().clamp(min=1e-30))
         cause, text = (
             self._other_weight(tensor)
@@ -160,9 +164,7 @@ class WeightComparison:
         change = wide - right
         if change.dim() != 2 or min(change.shape) < 4:
             return None
-        values = torch.linalg.svdvals(change)
-        rank = int((values > 1e-3 * values[0]).sum())
-        if rank > LOW_RANK * min(change.shape) or (change == 0).all(dim=1).any():
+        if (change == 0).all(dim=1).any() or (rank := low_rank(change)) is None:
             return None
         if name in self._base:
             update = right - self._base[name].double()
@@ -171,6 +173,34 @@ class WeightComparison:
                 text = f"is --hf-checkpoint plus {1 + share:.3g} times its update, of rank {rank}"
                 return "adapter merged a wrong number of times", text
         return "adapter", f"differs by a matrix of rank {rank}, as an adapter merged again or not"
+
+
+def not_finite(wide: Tensor, right: Tensor) -> str | None:
+    """What to say if one of them has numbers that are NaN or infinite; None if neither has."""
+    counts = [int((~tensor.isfinite()).sum()) for tensor in (wide, right)]
+    if not any(counts):
+        return None
+    return (
+        f"has {counts[0]} of {wide.numel()} numbers that are NaN or infinite, the reference's "
+        f"{counts[1]}"
+    )
+
+
+def low_rank(change: Tensor) -> int | None:
+    """The rank of a matrix [M, N] that has a low one, of those singular values that are at least a
+    thousandth of the largest; else None. By projection onto the range of a random sketch,
+    arXiv 0909.4061, section 1.3: all singular values of a large matrix take minutes."""
+    most = min(LARGEST_RANK, int(LOW_RANK * min(change.shape)))
+    columns = min(most + 8, *change.shape)
+    generator = torch.Generator().manual_seed(0)
+    sketch = torch.randn(change.size(1), columns, generator=generator, dtype=change.dtype)
+    basis = torch.linalg.qr(change @ sketch).Q
+    projected = basis.t() @ change
+    if (change - basis @ projected).norm() > 1e-3 * change.norm():
+        return None
+    values = torch.linalg.svdvals(projected)
+    rank = int((values > 1e-3 * values[0]).sum())
+    return rank if rank <= most else None
 
 
 def constant(wide: Tensor) -> tuple[str, str] | None:

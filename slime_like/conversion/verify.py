@@ -7,7 +7,9 @@ conversion, in a layout of one rank.
 
 from __future__ import annotations
 
+import copy
 import itertools
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +25,9 @@ from slime_like.megatron.network import Network
 from slime_like.megatron.ops.attention import packed_rows
 from slime_like.weights.parameter_map import global_parameters
 from slime_like.weights.safetensors_reader import WeightFiles
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 TOKENS = 64  # length of the sequence for comparing logits
 # largest difference, relative to the standard deviation of all logits; for two different networks
@@ -98,6 +103,19 @@ def megatron_logits(source: NetworkSource, tokens: Tensor) -> Tensor:
     return out if meta.value_head else logits_of(chunk, out)[:, : meta.gpt.vocab_size]
 
 
+def dequantized_model(
+    auto_class: Any, config: PretrainedConfig, files: WeightFiles, **settings: object
+) -> Any:
+    """transformers' model of a quantised folder, with dequantised weights. settings: of
+    from_pretrained."""
+    config = copy.copy(config)
+    del config.quantization_config
+    with torch.device("meta"):
+        architecture = type(auto_class.from_config(config))
+    weights = {name: files.read(name, 0, 0, files.shape(name)[0]) for name in files.names}
+    return architecture.from_pretrained(None, config=config, state_dict=weights, **settings)
+
+
 @torch.no_grad()
 def transformers_logits(folder: str, tokens: Tensor, *, value_head: bool) -> Tensor:
     """Like `megatron_logits`. A critic's head or bias that the folder does not have is zero, as
@@ -118,13 +136,7 @@ def transformers_logits(folder: str, tokens: Tensor, *, value_head: bool) -> Ten
             config = transformers.AutoConfig.from_pretrained(
                 folder, trust_remote_code=False, **labels
             )
-            del config.quantization_config
-            with torch.device("meta"):
-                architecture = type(auto_class.from_config(config))
-            weights = {name: files.read(name, 0, 0, files.shape(name)[0]) for name in files.names}
-            model = architecture.from_pretrained(
-                None, config=config, state_dict=weights, **settings
-            )
+            model = dequantized_model(auto_class, config, files, **settings)
         else:
             model = auto_class.from_pretrained(
                 folder, trust_remote_code=False, **settings, **labels

@@ -98,11 +98,16 @@ class Sampling:
             with self._progress.phase("offload"):
                 self._trainer_memory.restore()
 
+    def take_engine(self, version: int) -> None:
+        """Wait until no request is in flight, and sync these weights: until the next `generate` the
+        engine is the caller's alone."""
+        self.rollout_manager.drain()
+        self.sync_weights(version)
+
     def evaluate(self, step: int, weight_version: int) -> dict[str, float]:
         """Evaluate these weights, after draining in-flight requests; returns scores."""
         assert self.evaluator is not None
-        self.rollout_manager.drain()
-        self.sync_weights(weight_version)
+        self.take_engine(weight_version)
         self._offload()
         with self._progress.phase("eval"):
             scores = self.evaluator.evaluate(step)

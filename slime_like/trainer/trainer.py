@@ -238,7 +238,7 @@ class Trainer:
         """Write the certificate of the weights before rollout `step`; returns metrics."""
         assert self._certifier is not None
         if self.strategy.samples_responses:
-            self.sampling.sync_weights(self.weight_version)
+            self.sampling.take_engine(self.weight_version)
         source = self._initial_policy if self.weight_version == 1 else None
         with self.progress.phase("certify"):
             certificate = self._certifier.run(step, self.weight_version, source)

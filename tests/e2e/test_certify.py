@@ -67,6 +67,47 @@ def test_a_stale_weight_in_the_engine_is_named(
     assert any("rollout 1: engine: layers.1.mlp" in a["text"] for a in alerts(read_run(out)))
 
 
+# sampling is slow, and a certificate is refused while a request is in flight
+BUSY = """
+import time
+from slime_like.certify.run import Certifier
+from slime_like.engines.local.decoder import Decoder
+
+decode = Decoder.decode
+run = Certifier.run
+busy = []
+
+def slowly(self, *args, **kw):
+    busy.append(1)
+    try:
+        time.sleep(3)
+        yield from decode(self, *args, **kw)
+    finally:
+        busy.pop()
+
+def check(self, *args):
+    assert not busy, "a request is in flight"
+    return run(self, *args)
+
+def plant(args):
+    Decoder.decode = slowly
+    Certifier.run = check
+"""
+
+
+def test_a_certificate_waits_for_the_rollout_that_is_sampled_ahead(
+    server: TrainServer, work: Workspace, tmp_path: Path
+) -> None:
+    hook = tmp_path / "busy.py"
+    hook.write_text(BUSY)
+    ahead = {"async_rollout": "", "tis_ratio_type": "token", "num_rollout": 3}
+    flags = work.flags(
+        tmp_path, certify_interval=1, custom_megatron_init_path=f"{hook}:plant", **ahead
+    )
+    server.train(flags, tmp_path).ok()
+    assert all(verify(tmp_path / f"certificates/rollout_{n}.json")["holds"] for n in range(3))
+
+
 def test_the_command_ends_with_a_status(
     server: TrainServer, work: Workspace, tmp_path: Path
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,24 @@ def test_a_changed_certificate_is_refused(change: str, tmp_path: Path) -> None:
     path.write_text(json.dumps(data))
     with pytest.raises(ValueError, match="sha256 does not fit its content: it was changed"):
         verify(path)
+
+
+def test_numbers_that_are_none_are_texts_and_paths_stay(tmp_path: Path) -> None:
+    odd = replace(
+        certificate(replace(FINDING, gap=float("nan"))),
+        model="/models/Infinity-3B",
+        log_probs={"engine": {"largest": float("inf"), "by_depth": ((3, float("-inf")),)}},
+    )
+    path = write(odd, [tmp_path])
+    data = verify(path)
+    assert data["model"] == "/models/Infinity-3B"
+    assert data["log_probs"] == {"engine": {"largest": "inf", "by_depth": [[3, "-inf"]]}}
+    assert data["findings"][0]["gap"] == "nan"
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    json.loads(path.read_text(), parse_constant=refuse)
 
 
 def test_with_a_key_it_has_a_signature_that_others_cannot_make(

@@ -71,6 +71,13 @@ def test_a_shift_by_one_token_is_named() -> None:
     assert cause(replace(found, reported=found.reported.roll(1)))[0] == "order of tokens"
 
 
+def test_one_token_has_no_neighbour() -> None:
+    found = sampled(count=1)
+    found = replace(found, **{n: torch.cat([getattr(found, n)] * 2) for n in ("logits", "tokens", "reported", "depth", "position")})  # fmt: skip
+    noise = torch.tensor([0.3, -0.1, 0.2, 0.15])
+    assert cause(replace(found, reported=found.reported + noise))[0] == "alike at all depths"
+
+
 def test_a_difference_that_grows_with_the_depth() -> None:
     found = sampled()
     name, text = cause(replace(found, reported=found.reported - 1e-3 * found.position))

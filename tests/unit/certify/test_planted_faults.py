@@ -13,7 +13,16 @@ import torch.distributed as dist
 from benchmarks.parity.steps import parallel
 from slime_like.certify.weights import fingerprints
 from slime_like.megatron.parallel_layout import ParallelLayout
-from tests.unit.certify.planted import DENSE, FAULTS, TRAINER_FAULTS, Fault, stale, weight
+from tests.unit.certify.planted import (
+    DENSE,
+    FAULTS,
+    TRAINER_FAULTS,
+    Fault,
+    layer,
+    output_times,
+    stale,
+    weight,
+)
 from tests.unit.certify.worlds import World, make_world
 
 # each of them with three seeds, and two of them in bfloat16, engine and trainer: 90 clean runs
@@ -151,3 +160,12 @@ def test_a_weight_that_no_token_uses_is_named_without_a_difference(worlds: World
     assert (found.cause, found.gap) == ("different weights", None)
     assert f"1 of 101 rows, {unused} first" in found.evidence
     assert "without an effect on these tokens" in found.evidence
+
+
+@pytest.mark.parametrize("family", ["Qwen3MoeForCausalLM", "MixtralForCausalLM"])
+def test_in_bfloat16_ties_of_experts_hide_no_fault(family: str, worlds: Worlds) -> None:
+    """Tokens that choose other experts by rounding differ much; they set no limit."""
+    world = worlds.new(family, "--bf16")
+    assert world.reference.limits["layers.1.mlp"] < 0.5, "not that of tied tokens"
+    found = world.examine_engine(lambda model: output_times(layer(model, 1).mlp, 1.5)).findings
+    assert [(f.site, f.cause) for f in found] == [("layers.1.mlp", "wrong scale")], found
