@@ -83,6 +83,11 @@ class MixSource:
         """Its weight in a rollout, counted from 0."""
         return self.weight[max(step for step in self.weight if step <= rollout)]
 
+    def has_left(self, rollout: int) -> bool:
+        """Whether its weight is 0 from a rollout on, counted from 0."""
+        later = (weight for step, weight in self.weight.items() if step > rollout)
+        return not self.weight_at(rollout) and not any(later)
+
     def data_config(self, data: DataConfig) -> DataConfig:
         """The run's data settings with this source's."""
         return with_overrides(dataclasses.replace(data, prompt_data=self.path), self)
@@ -193,6 +198,7 @@ def _sources(content: object) -> tuple[MixSource, ...]:
             )
         _check_after(source, sources)
     _check_always_one(sources)
+    _check_no_circle(sources)
     return sources
 
 
@@ -240,6 +246,22 @@ def _check_after(source: MixSource, sources: tuple[MixSource, ...]) -> None:
         is_number = isinstance(rate, int | float) and not isinstance(rate, bool)
         if not is_number or not 0 < rate <= 1:
             raise ValueError(f"{place}: the pass rate of {name} is {rate!r}, must be 0 < x <= 1")
+
+
+def _check_no_circle(sources: tuple[MixSource, ...]) -> None:
+    """Raise ValueError if sources wait for each other."""
+    waiting = {source.name: source for source in sources}
+    while free := [s.name for s in waiting.values() if waiting.keys().isdisjoint(s.after)]:
+        for name in free:
+            del waiting[name]
+    if waiting:
+        name = next(iter(waiting))
+        seen: list[str] = []
+        while name not in seen:
+            seen.append(name)
+            name = next(other for other in waiting[name].after if other in waiting)
+        circle = " after ".join([*seen[seen.index(name) :], name])
+        raise ValueError(f"the sources wait for each other, and none begins: {circle}")
 
 
 def _check_always_one(sources: tuple[MixSource, ...]) -> None:

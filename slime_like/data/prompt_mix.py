@@ -61,7 +61,8 @@ class MixedRows(PromptSource):
                 self._offset += 1
             if self._offset < len(self):
                 return True
-            if self.epoch + 1 == self.settings.max_epochs:
+            most = self.settings.max_epochs
+            if most is not None and self.epoch + 1 >= most:  # a resumed run may have lowered it
                 return False
             self.epoch += 1
             self._offset = 0
@@ -196,10 +197,11 @@ class PromptMix(PromptStream):
                 self._opened.add(name)
 
     def _has_passed(self, name: str, rate: float) -> bool:
-        """Whether a source has reached a pass rate, or can no longer reach it."""
+        """Whether a source has reached a pass rate, or has left the mix."""
         source = self.sources[name]
-        reached = source.pass_rate is not None and source.pass_rate >= rate
-        return reached or not source.has_next()
+        if source.pass_rate is not None and source.pass_rate >= rate:
+            return True
+        return source.settings.has_left(self._drawn // self._batch) or not source.has_next()
 
     def _shares_now(self) -> dict[str, int]:
         """Integers in the ratio of the weights of the sources that can be drawn from."""

@@ -25,7 +25,7 @@ from slime_like.lazy import Tensor, torch
 from slime_like.losses.inputs import LossInputs, PolicyLossOutput
 from slime_like.losses.pairs import (
     PAIR_REDUCTIONS,
-    is_chosen,
+    chosen_nll,
     pair_difference,
     pair_metrics,
     sequence_lengths,
@@ -76,9 +76,7 @@ def dpo(inputs: LossInputs, config: DPOConfig) -> PolicyLossOutput:
         log_ratio = log_ratio / lengths
     losses = pair_losses(pair_difference(inputs, log_ratio), config)
     if config.dpo_nll_coef:
-        # doubled: the tokens of one answer have half of the pair's weight
-        nll = torch.where(is_chosen(inputs), -inputs.masked(inputs.log_probs), 0.0)
-        losses = losses + 2 * config.dpo_nll_coef * nll
+        losses = losses + config.dpo_nll_coef * chosen_nll(inputs)
     rewards = config.dpo_beta * inputs.seq_sum(log_ratio.detach())
     return PolicyLossOutput(losses, pair_metrics(inputs, lengths, rewards))
 

@@ -16,7 +16,7 @@ from slime_like.lazy import Tensor, torch
 from slime_like.losses.inputs import LossInputs, PolicyLossOutput
 from slime_like.losses.pairs import (
     PAIR_REDUCTIONS,
-    is_chosen,
+    chosen_nll,
     pair_difference,
     pair_metrics,
     sequence_lengths,
@@ -46,9 +46,7 @@ def orpo(inputs: LossInputs, config: ORPOConfig) -> PolicyLossOutput:
     mean = inputs.seq_sum(log_probs / lengths)
     # a difference of sums over tokens: each answer's is spread over its tokens
     difference = pair_difference(inputs, log_odds(mean) / lengths)
-    # doubled: the tokens of one answer have half of the pair's weight
-    nll = torch.where(is_chosen(inputs), -2 * log_probs, 0.0)
-    losses = nll - config.orpo_lambda * torch.nn.functional.logsigmoid(difference)
+    losses = chosen_nll(inputs) - config.orpo_lambda * torch.nn.functional.logsigmoid(difference)
     metrics = pair_metrics(inputs, lengths, config.orpo_lambda * mean.detach())
     scores = pair_metrics(inputs, lengths, log_odds(mean.detach()))
     return PolicyLossOutput(losses, {**metrics, "log_odds_ratio": scores["pair_margin"]})

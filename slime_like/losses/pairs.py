@@ -33,6 +33,12 @@ def pair_difference(inputs: LossInputs, x: Tensor) -> Tensor:
     return sum_over_ranks(local, inputs.cp_group).index_select(0, pairs)
 
 
+def chosen_nll(inputs: LossInputs) -> Tensor:
+    """Token losses [T] of which the mean over pairs is the NLL of the chosen answers. Doubled: the
+    tokens of one answer have half of the pair's weight."""
+    return torch.where(is_chosen(inputs), -2 * inputs.masked(inputs.log_probs), 0.0)
+
+
 def sequence_lengths(inputs: LossInputs) -> Tensor:
     """Active tokens of each sequence, at least 1, on every row of it: [T], constant."""
     return inputs.seq_sum(torch.ones_like(inputs.log_probs.detach())).clamp(min=1)

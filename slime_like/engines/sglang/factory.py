@@ -217,11 +217,16 @@ def require_sampling_masks(pool: ServerPool, longest: int) -> None:
         except RequestFailed as failure:
             raise RunError(str(failure)) from None
         allowed = info.get(MASKS_SETTING)
-        if isinstance(allowed, int) and allowed < longest:
+        flag = f"--renormalize-sampled-log-probs: the engine {worker.url}"
+        if not isinstance(allowed, int):
             raise RunError(
-                f"--renormalize-sampled-log-probs: the engine {worker.url} reports sampling masks "
-                f"of at most {allowed} tokens; start it with --sampling-mask-max-tokens {longest}, "
-                "or lower --rollout-top-k"
+                f"{flag} reports no sampling masks: its /server_info has no {MASKS_SETTING}; use a "
+                "version of SGLang that has --sampling-mask-max-tokens"
+            )
+        if allowed < longest:
+            raise RunError(
+                f"{flag} reports sampling masks of at most {allowed} tokens; start it with "
+                f"--sampling-mask-max-tokens {longest}, or lower --rollout-top-k"
             )
 
 

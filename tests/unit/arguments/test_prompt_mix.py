@@ -13,8 +13,6 @@ from slime_like.trainer.run_record import settings_by_flag
 from slime_like.trainer.saved_settings import changes, settings_of
 from tests.unit.command_lines import complete, parse_flags, problems_of
 
-TWO = "sources: [{name: a, path: %s/prompts.jsonl%s}, {name: b, path: %s/prompts.jsonl}]"
-
 
 def mix(folder: Path, text: str) -> Path:
     path = folder / "mix.yaml"
@@ -79,6 +77,10 @@ MISTAKES = [
     ("sources: [{name: a, path: x}, {name: b, path: x, after: {a: 2}}]", "of a is 2, must be 0 < x"),
     ("sources: [{name: a, path: x, after: {b: 1}}, {name: b, path: x, after: {a: 1}}]",
      "one without 'after' must have a weight > 0"),
+    ("sources: [{name: a, path: x, after: {b: 1}}, {name: b, path: x, after: {c: 1, a: 1}}, {name: c, path: x}]",
+     "wait for each other, and none begins: a after b after a"),
+    ("sources: [{name: d, path: x, after: {a: 1}}, {name: a, path: x, after: {b: 1}}, {name: b, path: x, after: {a: 1}}, {name: c, path: x}]",
+     "none begins: a after b after a"),
     ("sources: [{name: a, path: x, pass_rate: [0.5]}]", "pass_rate is [0.5], must be two numbers"),
     ("sources: [{name: a, path: x, pass_rate: [1, 0]}]", "0 <= low <= high <= 1"),
     ("sources: [{name: a, path: x, pass_rate: [a, b]}]", "must be two numbers"),

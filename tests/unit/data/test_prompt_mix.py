@@ -161,6 +161,24 @@ def test_a_source_begins_when_the_one_it_waits_for_has_ended(mix_of):
     assert names(mix.next_prompts(11)) == ["a", "c"] * 3 + ["a"] + ["b", "c"] * 2
 
 
+def test_a_source_begins_when_the_one_it_waits_for_has_left_by_its_weight(mix_of):
+    """Of two prompts a rollout: not in the pause of rollout 1, but from rollout 3 on."""
+    weight = {0: 1, 1: 0, 2: 1, 3: 0}
+    mix = mix_of(batch=2, a=dict(weight=weight), b=dict(after={"a": 1.0}), c={})
+    drawn = names(mix.next_prompts(10))
+    assert drawn == ["a", "c", "c", "c", "a", "c", "b", "c", "b", "c"]
+
+
+def test_max_epochs_may_be_lowered_when_a_run_is_resumed(mix_of):
+    before = mix_of(a=dict(rows=4, max_epochs=9), b={})
+    before.next_prompts(18)  # a is in its third epoch
+    mix = mix_of(a=dict(rows=4, max_epochs=1), b={})
+    mix.load_state_dict(before.state_dict())
+    drawn = names(mix.next_prompts(20))
+    assert drawn.count("a") == 3, "the rest of this epoch"
+    assert drawn[-10:] == ["b"] * 10
+
+
 def test_rows_that_are_too_easy_or_too_hard_rest(mix_of):
     mix = mix_of(
         shuffle=False, a=dict(rows=4, pass_rate=(0.25, 0.75), rest_epochs=2, pass_reward=0.5)

@@ -149,6 +149,9 @@ def test_a_server_with_shorter_masks_is_refused_at_the_start(
     require_sampling_masks(engine.pool, 128)
     with pytest.raises(RunError, match="at most 128 tokens; start it with --sampling-mask-max-"):
         require_sampling_masks(engine.pool, 129)
+    monkeypatch.setattr(engine.pool, "call", lambda *args, **kw: {})
+    with pytest.raises(RunError, match="reports no sampling masks: its /server_info has no"):
+        require_sampling_masks(engine.pool, 1)
 
 
 def test_a_router_is_passed_by(
