@@ -251,6 +251,7 @@ def test_latent_attention_of_the_transformer_engine_spec(impl: str, full: bool) 
         num_moe_experts=8,
         moe_layer_freq=[1],
         moe_latent_size=None,
+        moe_shared_expert_intermediate_size=16,
         linear_attention_freq=None,
         num_layers=1,
     )

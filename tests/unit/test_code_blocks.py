@@ -17,6 +17,7 @@ import torch
 
 from arguments.eval_sets import eval_sets_of
 from arguments.parse import parse_args
+from arguments.prompt_mix import prompt_sources_of
 from slime_like.metrics.logger import MetricsLogger
 from slime_like.metrics.trackers.base import trackers
 from slime_like.tinker.loss_graph import LossGraph, check_graph
@@ -127,12 +128,17 @@ def test_python(page: Path, text: str, tmp_path: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize(("page", "text"), blocks("yaml"))
 def test_yaml(page: Path, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run file, with what it lacks on the command line, or a file of evaluation sets."""
+    """A run file, with what it lacks on the command line; or a file of evaluation sets, or of the
+    sources of a mix."""
     demo_files(tmp_path)
     monkeypatch.chdir(tmp_path)
     Path("run.yaml").write_text(text)
-    config = parse_args([*([] if "datasets:" in text else ["--config", "run.yaml"]), *NEEDED], 1)
+    is_run = "datasets:" not in text and "sources:" not in text
+    config = parse_args([*(["--config", "run.yaml"] if is_run else []), *NEEDED], 1)
     assert config.rollout.num_rollout == 1, "the command line wins"
+    if "sources:" in text:
+        sources, problems = prompt_sources_of(replace(config.data, prompt_data="run.yaml"))
+        assert not problems and [s.name for s in sources] == ["easy", "hard", "chat"]
     if "datasets:" in text:
         sets, problems = eval_sets_of(replace(config.eval, eval_config="run.yaml"))
         assert not problems and [s.name for s in sets] == ["aime", "easy"]

@@ -84,6 +84,8 @@ def demo_files(folder: Path, demo: str = "outputs/demo-sapo-tp2") -> None:
     )  # make_my_data.py of FIRST_RUNS
     pair = {"prompt": "spell cat backward", "chosen": "tac", "rejected": "cat"}
     (folder / "pairs.jsonl").write_text(json.dumps(pair) + "\n")
+    answer = {"prompt": "spell cat backward", "completion": "tac", "label": True}
+    (folder / "answers.jsonl").write_text(json.dumps(answer) + "\n")
     (folder / "examples").symlink_to(ROOT / "examples")
     (folder / "scripts").mkdir()
     (folder / "scripts/demo_reward.py").write_bytes((ROOT / "scripts/demo_reward.py").read_bytes())

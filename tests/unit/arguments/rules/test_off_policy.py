@@ -257,5 +257,5 @@ def test_the_table_of_combinations() -> None:
     assert (
         taking["internal"] == {"gmpo", "vespo"}
         and taking["masks"] == {"rollout_is", "dppo", "ipo"}
-        and taking["forbidden"] == {"cross_entropy", "dpo", "bradley_terry"}
+        and taking["forbidden"] == {"cross_entropy", "dpo", "kto", "orpo", "bradley_terry"}
     )
