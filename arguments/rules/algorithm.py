@@ -244,18 +244,28 @@ def check_unused_supervised_flags(s: Settings) -> list[Problem]:
     )
 
 
+def _without_answers(s: Settings) -> list[Problem]:
+    message = "compares given answers; use --loss-type sft_loss"
+    return problem("policy_loss_type", s.algorithm.policy_loss_type, message)
+
+
+def _tasks(s: Settings, lacks: str) -> list[Problem]:
+    """Tasks of reasoning_gym among the prompts, which have no given answers."""
+    problems = []
+    for data in s.data_configs:
+        if (data.prompt_data or "").startswith(TASK_PREFIX):
+            message = f"{lacks}; use a .jsonl or .parquet file"
+            problems += problem("prompt_data", data.prompt_data, message)
+    return problems
+
+
 def check_pair_loss(s: Settings) -> list[Problem]:
     """A preference loss needs --loss-type sft_loss and a file of answer pairs."""
     if not s.loss.pairs:
         return []
     if not s.supervised:
-        message = "compares given answers; use --loss-type sft_loss"
-        return problem("policy_loss_type", s.algorithm.policy_loss_type, message)
-    problems = []
-    for data in s.data_configs:
-        if (data.prompt_data or "").startswith(TASK_PREFIX):
-            message = "has no pairs of answers; use a .jsonl or .parquet file"
-            problems += problem("prompt_data", data.prompt_data, message)
+        return _without_answers(s)
+    problems = _tasks(s, "has no pairs of answers")
     if s.data.label_key is not None:
         message = "has no effect with pairs of answers (--chosen-key, --rejected-key); remove it"
         problems += problem("label_key", s.data.label_key, message)
@@ -267,16 +277,12 @@ def check_single_answers(s: Settings) -> list[Problem]:
     if not s.loss.mismatched:
         return []
     if not s.supervised:
-        message = "compares given answers; use --loss-type sft_loss"
-        return problem("policy_loss_type", s.algorithm.policy_loss_type, message)
+        return _without_answers(s)
     problems = []
     if s.data.desirable_key is None:
         message = "required with --loss-type kto_loss: the field that says whether an answer is "
         problems += problem("desirable_key", None, message + "desirable")
-    for data in s.data_configs:
-        if (data.prompt_data or "").startswith(TASK_PREFIX):
-            message = "does not say which answers are desirable; use a .jsonl or .parquet file"
-            problems += problem("prompt_data", data.prompt_data, message)
+    problems += _tasks(s, "does not say which answers are desirable")
     if s.rollout.rollout_batch_size < 2:
         message = "must be above 1 with --loss-type kto_loss: the reference point compares rows"
         problems += problem("rollout_batch_size", s.rollout.rollout_batch_size, message)

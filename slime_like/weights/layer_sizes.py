@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from slime_like.weights.mappings import (
     QKV,
     HeadParallel,
+    OfLayer,
     Replicated,
     RowParallel,
     Sizes,
@@ -24,14 +25,9 @@ def of_layer(sizes: Sizes, layer: int) -> Sizes:
 
 
 @dataclass(frozen=True)
-class SizedQKV(QKV):
+class SizedQKV(OfLayer, QKV):
     """Query, key and value projections of a layer with its own sizes. Where the values are the
     keys, the file has no projection of them. Tensor-parallel ranks have whole groups."""
-
-    layer: int = 0
-
-    def at(self, layer: int, expert: int = 0) -> SizedQKV:
-        return dataclasses.replace(super().at(layer, expert), layer=layer)
 
     def hf_shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
         own = sizes.attention[self.layer]
@@ -55,13 +51,8 @@ class SizedQKV(QKV):
 
 
 @dataclass(frozen=True)
-class SizedOutput(RowParallel):
+class SizedOutput(OfLayer, RowParallel):
     """The projection of such a layer's heads back into the residual stream."""
-
-    layer: int = 0
-
-    def at(self, layer: int, expert: int = 0) -> SizedOutput:
-        return dataclasses.replace(super().at(layer, expert), layer=layer)
 
     def hf_shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
         return {self.hf: (sizes.hidden, sizes.attention[self.layer].output)}
@@ -72,13 +63,8 @@ class SizedOutput(RowParallel):
 
 
 @dataclass(frozen=True)
-class SizedSinks(HeadParallel):
+class SizedSinks(OfLayer, HeadParallel):
     """A number for each head of such a layer."""
-
-    layer: int = 0
-
-    def at(self, layer: int, expert: int = 0) -> SizedSinks:
-        return dataclasses.replace(super().at(layer, expert), layer=layer)
 
     def hf_shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
         return super().hf_shapes(of_layer(sizes, self.layer))
@@ -88,13 +74,8 @@ class SizedSinks(HeadParallel):
 
 
 @dataclass(frozen=True)
-class SizedHeadNorm(Replicated):
+class SizedHeadNorm(OfLayer, Replicated):
     """The norm of queries or keys of such a layer, by head."""
-
-    layer: int = 0
-
-    def at(self, layer: int, expert: int = 0) -> SizedHeadNorm:
-        return dataclasses.replace(super().at(layer, expert), layer=layer)
 
     def hf_shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
         return super().hf_shapes(of_layer(sizes, self.layer))

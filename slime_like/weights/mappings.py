@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 M = TypeVar("M", bound="Mapping")
+L = TypeVar("L", bound="OfLayer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +189,16 @@ class Mapping(ABC):
         """The mapping with its names filled in for the global layer number `layer` and, in MoE
         layers, `expert` (both from 0)."""
         return _map_names(self, lambda name: name.format(layer=layer, expert=expert))
+
+
+@dataclass(frozen=True)
+class OfLayer(Mapping):
+    """A mapping whose shapes depend on its layer."""
+
+    layer: int = field(default=0, kw_only=True)  # the global number, from 0
+
+    def at(self: L, layer: int, expert: int = 0) -> L:
+        return dataclasses.replace(super().at(layer, expert), layer=layer)
 
 
 def rename_prefix(mapping: M, old: str, new: str) -> M:

@@ -168,41 +168,42 @@ def test_interrupted_answers_keep_their_images(
     assert same_numbers(parts) == same_numbers(full)
 
 
+def stopped_and_resumed(
+    server: TrainServer, work: Workspace, folder: Path, flags: dict[str, Any]
+) -> dict[str, Any]:
+    """A run that is stopped after two rollouts and resumed has the numbers of one that is not;
+    returns the trainer's state where it stopped."""
+    run(server, work, folder / "full", **flags)
+    root = folder / "checkpoints"
+    run(server, work, folder / "parts", **flags, save=root, exit_interval=2)
+    state: dict[str, Any] = json.loads(next(root.glob("*/trainer.json")).read_text())
+    run(server, work, folder / "parts", **flags, load=root)
+    full, parts = (rows_of(folder / name) for name in ("full", "parts"))
+    assert same_numbers(parts) == same_numbers(full)
+    assert full[0]["rollout/train_rollout_log_prob_diff_mean"] < COMPUTED_ALIKE
+    return state
+
+
 def test_rollouts_ahead_of_training_keep_their_images(
     server: TrainServer, work: Workspace, seeing: dict[str, Any], tmp_path: Path
 ) -> None:
-    more = {**seeing, "async_rollout": "", "max_staleness": 1}
-    run(server, work, tmp_path / "full", **more, num_rollout=4)
-    root = tmp_path / "checkpoints"
-    more["num_rollout"] = 4
-    run(server, work, tmp_path / "parts", **more, save=root, exit_interval=2)
-    state = json.loads(next(root.glob("*/trainer.json")).read_text())
+    flags = {**seeing, "async_rollout": "", "max_staleness": 1, "num_rollout": 4}
+    state = stopped_and_resumed(server, work, tmp_path, flags)
     (ahead,) = state["sampled_ahead"]["rollouts"]
     assert any(group["images"] for group in ahead["groups"])
-    run(server, work, tmp_path / "parts", **more, load=root)
-    full, parts = (rows_of(tmp_path / name) for name in ("full", "parts"))
-    assert same_numbers(parts) == same_numbers(full)
-    assert full[0]["rollout/train_rollout_log_prob_diff_mean"] < COMPUTED_ALIKE
 
 
 def test_a_pool_of_answers_keeps_their_images(
     server: TrainServer, work: Workspace, seeing: dict[str, Any], tmp_path: Path
 ) -> None:
     """--fully-async, also after a checkpoint with answers under way."""
-    more = {
+    flags = {
         **{**seeing, "async_rollout": "", "fully_async": "", "max_staleness": 3, "num_rollout": 4},
         **{"rollout_slice_len": 2, "rollout_max_response_len": 24, "n_samples_per_prompt": 2},
         **{"num_steps_per_rollout": 1, "micro_batch_size": 2, "tis_ratio_type": "token"},
     }
-    run(server, work, tmp_path / "full", **more)
-    root = tmp_path / "checkpoints"
-    run(server, work, tmp_path / "parts", **more, save=root, exit_interval=2)
-    state = json.loads(next(root.glob("*/trainer.json")).read_text())
+    state = stopped_and_resumed(server, work, tmp_path, flags)
     assert any(group["images"] for group in state["waiting_groups"])
-    run(server, work, tmp_path / "parts", **more, load=root)
-    full, parts = (rows_of(tmp_path / name) for name in ("full", "parts"))
-    assert same_numbers(parts) == same_numbers(full)
-    assert full[0]["rollout/train_rollout_log_prob_diff_mean"] < COMPUTED_ALIKE
 
 
 def test_a_teacher_sees_the_images(

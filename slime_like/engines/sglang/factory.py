@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -193,31 +193,19 @@ def routes_format(config: RunConfig) -> RoutesFormat | None:
 
 def require_routed_experts(pool: ServerPool) -> None:
     """Raise RunError naming a server that does not report routed experts."""
-    if pool.router is not None:
-        logger.info("rollout requests bypass sglang_router, which drops return_routed_experts")
-    for worker in pool.alive():
-        try:
-            info = pool.call(worker, "/server_info", timeout_s=CONTROL_S, method="GET")
-        except RequestFailed as failure:
-            raise RunError(str(failure)) from None
+    for url, info in _settings_of_servers(pool, "return_routed_experts"):
         if info.get(ROUTES_SETTING) is False:
             raise RunError(
-                f"--use-rollout-routing-replay: the engine {worker.url} does not report routed "
+                f"--use-rollout-routing-replay: the engine {url} does not report routed "
                 "experts; start it with --enable-return-routed-experts"
             )
 
 
 def require_sampling_masks(pool: ServerPool, longest: int) -> None:
     """Raise RunError naming a server that does not report sampling masks of this length."""
-    if pool.router is not None:
-        logger.info("rollout requests bypass sglang_router, which drops return_sampling_mask")
-    for worker in pool.alive():
-        try:
-            info = pool.call(worker, "/server_info", timeout_s=CONTROL_S, method="GET")
-        except RequestFailed as failure:
-            raise RunError(str(failure)) from None
+    for url, info in _settings_of_servers(pool, "return_sampling_mask"):
         allowed = info.get(MASKS_SETTING)
-        flag = f"--renormalize-sampled-log-probs: the engine {worker.url}"
+        flag = f"--renormalize-sampled-log-probs: the engine {url}"
         if not isinstance(allowed, int):
             raise RunError(
                 f"{flag} reports no sampling masks: its /server_info has no {MASKS_SETTING}; use a "
@@ -228,6 +216,18 @@ def require_sampling_masks(pool: ServerPool, longest: int) -> None:
                 f"{flag} reports sampling masks of at most {allowed} tokens; start it with "
                 f"--sampling-mask-max-tokens {longest}, or lower --rollout-top-k"
             )
+
+
+def _settings_of_servers(pool: ServerPool, field: str) -> Iterator[tuple[str, dict[str, object]]]:
+    """URL and settings of each server, for requests with this field, which sglang_router drops."""
+    if pool.router is not None:
+        logger.info("rollout requests bypass sglang_router, which drops %s", field)
+    for worker in pool.alive():
+        try:
+            info = pool.call(worker, "/server_info", timeout_s=CONTROL_S, method="GET")
+        except RequestFailed as failure:
+            raise RunError(str(failure)) from None
+        yield worker.url, info
 
 
 def make_router(config: SglangConfig, logs: Path) -> Router | None:

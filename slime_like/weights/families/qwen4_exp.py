@@ -23,7 +23,14 @@ from slime_like.weights.families.base import (
 )
 from slime_like.weights.families.delta_net import LAYER_TYPES, delta_settings
 from slime_like.weights.families.experts import expert_settings
-from slime_like.weights.mappings import Mapping, Replicated, ReplicatedRows, Sizes, TensorPart
+from slime_like.weights.mappings import (
+    Mapping,
+    OfLayer,
+    Replicated,
+    ReplicatedRows,
+    Sizes,
+    TensorPart,
+)
 
 LAYER = "decoder.layers.{layer}"
 HF_LAYER = "model.layers.{layer}"
@@ -180,12 +187,11 @@ class _Convolution(Replicated):
 
 
 @dataclass(frozen=True)
-class _Tables(Mapping):
+class _Tables(OfLayer):
     """All tables of a layer's memory [rows, head width], sharded by rows. A file has them in parts
     along the rows, of one size but for the last."""
 
     hf: str  # without the number of a part
-    layer: str = "{layer}"
 
     def hf_shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
         parts = self._parts(sizes)
@@ -208,7 +214,7 @@ class _Tables(Mapping):
     def _parts(self, sizes: Sizes) -> list[TensorPart]:
         """The parts of the file."""
         assert sizes.memory is not None
-        rows = sizes.memory.rows(int(self.layer))
+        rows = sizes.memory.rows(self.layer)
         size = -(-rows // sizes.memory.parts)
         bounds = [*range(0, rows, size), rows]
         return [
