@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import resource
+import select
 import socket
 from collections.abc import AsyncIterator, Iterator
 
@@ -55,9 +56,15 @@ class _Connection(H11Protocol):
         others = [c for c in self.connections if isinstance(c, _Connection) and c is not self]
         idle = [c for c in others if c.cycle is None or c.cycle.response_complete]
         if idle:
-            oldest = min(idle, key=lambda c: c.idle_since)
+            # under load the oldest may just have been sent a request, which it has not read
+            oldest = min(idle, key=lambda c: (c.has_unread_bytes(), c.idle_since))
             self.connections.discard(oldest)
             oldest.transport.abort()
+
+    def has_unread_bytes(self) -> bool:
+        poll = select.poll()
+        poll.register(self.transport.get_extra_info("socket"), select.POLLIN)
+        return bool(poll.poll(0))
 
 
 class Gateway:

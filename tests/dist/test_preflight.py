@@ -108,7 +108,6 @@ def predicted(folder: str, flags: str, *, rank: int, world_size: int) -> dict[st
         }
 
 
-@pytest.mark.slow
 def test_the_pages_quote_what_a_preflight_prints() -> None:
     done = subprocess.run(
         [sys.executable, "scripts/generate_preflight_doc.py", "--check"],

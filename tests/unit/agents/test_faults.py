@@ -153,6 +153,8 @@ def same(a: Sample, b: Sample) -> bool:
 )
 def test_a_fault_costs_its_own_sample_and_nothing_else(fault: Fault, lost: str | None) -> None:
     expected, found = rollout(None), rollout(fault)
+    failures = [s.metadata.get("failure") for s in found if s.sample_id != BAD]
+    assert failures == [None] * 5
     assert all(same(a, b) for a, b in zip(expected, found, strict=True) if a.sample_id != BAD)
     bad = found[BAD]
     if lost is not None:

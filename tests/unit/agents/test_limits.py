@@ -171,6 +171,43 @@ def test_connections_are_what_the_limit_of_files_allows(monkeypatch: pytest.Monk
     assert server.affordable(1000) == server.MIN_CONNECTIONS
 
 
+def test_a_connection_with_an_unread_request_is_not_closed_for_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The request arrives in the moment in which its connection, the oldest idle one, would go."""
+    make_room = server._Connection._make_room
+    request = b"GET /v1/nothing HTTP/1.1\r\nhost: localhost\r\n\r\n"
+
+    async def answer(reader: asyncio.StreamReader) -> None:
+        head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 10)
+        assert head.startswith(b"HTTP/1.1 4")
+        length = next(int(x.split(b":")[1]) for x in head.split(b"\r\n") if b"-length" in x)
+        await reader.readexactly(length)
+
+    async def work() -> None:
+        gateway = Gateway("127.0.0.1", 0, max_body=1000, connections=server.MIN_CONNECTIONS)
+        async with gateway.listening():
+            port = int(gateway.url.rsplit(":", 1)[1])
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(request)
+            await answer(reader)
+            sent = []
+
+            def send_then_make_room(connection: Any) -> None:
+                if not sent:
+                    sent.append(writer.write(request))
+                make_room(connection)
+
+            monkeypatch.setattr(server._Connection, "_make_room", send_then_make_room)
+            others = [await asyncio.open_connection("127.0.0.1", port) for _ in range(40)]
+            await answer(reader)
+            assert sent
+            for _, other in (*others, (reader, writer)):
+                other.close()
+
+    asyncio.run(work())
+
+
 def test_the_port_stays_with_the_run_between_rollouts() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
