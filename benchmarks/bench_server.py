@@ -40,7 +40,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks.bench_common import write_json  # noqa: E402
 from slime_like.cli.tiny_model import save_model  # noqa: E402
-from slime_like.sglang.processes import free_ports  # noqa: E402
+from slime_like.servers.processes import free_ports  # noqa: E402
 
 PROTOBUF = {"Accept": "application/x-protobuf", "Content-Type": "application/x-protobuf"}
 BATCHES = {

@@ -35,7 +35,7 @@ from benchmarks.parity.cells import LAYOUTS as MATRIX  # noqa: E402
 from benchmarks.parity.models import make_model  # noqa: E402
 from slime_like.rollout.recording import save_rollout  # noqa: E402
 from slime_like.samples.groups import SampleGroup  # noqa: E402
-from slime_like.sglang.processes import free_ports  # noqa: E402
+from slime_like.servers.processes import free_ports  # noqa: E402
 from slime_like.types import Sample  # noqa: E402
 
 STEPS = 3

@@ -32,13 +32,13 @@ from slime_like.engines.local.engine import LocalEngine
 from slime_like.engines.sglang.engine import SglangEngine
 from slime_like.images.encoded import EncodedImage
 from slime_like.images.processor import ImageProcessor
+from slime_like.servers.http import Deadlines, Retries
+from slime_like.servers.requests import RequestSettings
+from slime_like.servers.routed_experts import RoutesFormat
+from slime_like.servers.router import Router
+from slime_like.servers.server_api import ServerApi
+from slime_like.servers.server_pool import HealthSettings, ServerPool
 from slime_like.sglang.api import SglangApi
-from slime_like.sglang.http import Deadlines, Retries
-from slime_like.sglang.requests import RequestSettings
-from slime_like.sglang.routed_experts import RoutesFormat
-from slime_like.sglang.router import Router
-from slime_like.sglang.server_api import ServerApi
-from slime_like.sglang.server_pool import HealthSettings, ServerPool
 from slime_like.weight_sync.settings import UpdateSettings
 from slime_like.weight_sync.updater import WeightUpdater
 from slime_like.weights.buckets import views

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from slime_like.sglang.server_pool import Worker
+from slime_like.servers.server_pool import Worker
 from slime_like.weight_sync.transports.base import WeightTransport, register_weight_transport
 from slime_like.weights.hf_save import write_hf
 

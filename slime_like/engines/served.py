@@ -15,19 +15,19 @@ from slime_like.checked_json import InvalidResponse
 from slime_like.distributed.collectives import from_rank_zero, share
 from slime_like.engines.base import GenerateOutput, GenerateRequest, RolloutEngine, SamplingParams
 from slime_like.errors import RunError
-from slime_like.sglang.control_plane import (
+from slime_like.servers.control_plane import (
     ColocatedMemory,
     call_servers,
     check_equal_weights,
     check_versions,
 )
-from slime_like.sglang.http import RequestFailed, async_client, post_once
-from slime_like.sglang.node_agent import NodeAgent
-from slime_like.sglang.requests import POLL_S, RequestSettings, ServerRequests
-from slime_like.sglang.routed_experts import RoutesFormat
-from slime_like.sglang.server_api import Legal, RefusedByServer, ServerCall
-from slime_like.sglang.server_pool import ServerPool, Worker
-from slime_like.sglang.weight_spec import compare_with_checkpoint, vocabulary_size
+from slime_like.servers.http import RequestFailed, async_client, post_once
+from slime_like.servers.node_agent import NodeAgent
+from slime_like.servers.requests import POLL_S, RequestSettings, ServerRequests
+from slime_like.servers.routed_experts import RoutesFormat
+from slime_like.servers.server_api import Legal, RefusedByServer, ServerCall
+from slime_like.servers.server_pool import ServerPool, Worker
+from slime_like.servers.weight_spec import compare_with_checkpoint, vocabulary_size
 from slime_like.weight_sync.senders import SendingRanks
 from slime_like.weight_sync.servers import UpdateIncomplete
 from slime_like.weight_sync.transports.broadcast_ranks import leave_group

@@ -15,15 +15,15 @@ from arguments.schema import SglangConfig
 from slime_like.distributed.collectives import on_rank_zero
 from slime_like.distributed.failure_report import job
 from slime_like.errors import RunError
-from slime_like.sglang.http import Deadlines, RequestFailed, Retries
-from slime_like.sglang.launches import ServerProgram, engine_launches, start_processes
-from slime_like.sglang.node_agent import NodeAgent
-from slime_like.sglang.nodes import Node, find_nodes
-from slime_like.sglang.processes import EngineProcess
-from slime_like.sglang.requests import RequestSettings
-from slime_like.sglang.router import Router
-from slime_like.sglang.server_api import ServerApi
-from slime_like.sglang.server_pool import HealthSettings, ServerPool
+from slime_like.servers.http import Deadlines, RequestFailed, Retries
+from slime_like.servers.launches import ServerProgram, engine_launches, start_processes
+from slime_like.servers.node_agent import NodeAgent
+from slime_like.servers.nodes import Node, find_nodes
+from slime_like.servers.processes import EngineProcess
+from slime_like.servers.requests import RequestSettings
+from slime_like.servers.router import Router
+from slime_like.servers.server_api import ServerApi
+from slime_like.servers.server_pool import HealthSettings, ServerPool
 from slime_like.weight_sync.settings import UpdateSettings
 from slime_like.weight_sync.updater import WeightUpdater
 

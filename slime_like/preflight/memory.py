@@ -28,7 +28,7 @@ from slime_like.preflight.one_rank import (
 )
 from slime_like.preflight.passes import Passes, run_stage
 from slime_like.preflight.shape import shape_of
-from slime_like.sglang.nodes import Node, place_servers
+from slime_like.servers.nodes import Node, place_servers
 
 RUNTIME = 2 * 10**9  # CUDA context, kernels and libraries on a data-centre GPU: an assumption
 # NCCL's buffers per group of more than one rank: an assumption (8 channels with 3 protocols, the

@@ -28,7 +28,7 @@ from slime_like.errors import RunError
 from slime_like.rollout.episode import mark_aborted
 from slime_like.samples.exchange import refresh_index
 from slime_like.samples.groups import SampleGroup, flatten, regroup
-from slime_like.sglang.http import (
+from slime_like.servers.http import (
     Deadlines,
     RequestFailed,
     Retries,

@@ -1,1 +1,1 @@
-"""Client of SGLang servers: processes, HTTP, protocol."""
+"""SGLang's endpoints and wire format."""

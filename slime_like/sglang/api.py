@@ -10,9 +10,9 @@ from torch import Tensor
 from slime_like.checked_json import read
 from slime_like.engines.base import GenerateOutput, GenerateRequest, SamplingParams
 from slime_like.images.processor import ImageProcessor
+from slime_like.servers.control_answers import Checksums, ServerInfo
+from slime_like.servers.server_api import JoinGroup, Legal, ServerApi, ServerCall, ServerSizes
 from slime_like.sglang import protocol
-from slime_like.sglang.control_answers import Checksums, ServerInfo
-from slime_like.sglang.server_api import JoinGroup, Legal, ServerApi, ServerCall, ServerSizes
 from slime_like.sglang.tensor_bucket import tensor_update
 from slime_like.weights.buckets import Bucket
 from slime_like.weights.export_plan import TensorPlan

@@ -20,9 +20,9 @@ from slime_like.checked_json import (
 )
 from slime_like.engines.base import FinishReason, GenerateOutput, GenerateRequest, SamplingParams
 from slime_like.images.processor import ImageProcessor
-from slime_like.sglang.routed_experts import read_routed_experts
-from slime_like.sglang.server_api import Legal, RefusedByServer
-from slime_like.sglang.token_checks import (
+from slime_like.servers.routed_experts import read_routed_experts
+from slime_like.servers.server_api import Legal, RefusedByServer
+from slime_like.servers.token_checks import (
     VersionSpan,
     check_log_prob_tokens,
     check_tokens,

@@ -10,7 +10,7 @@ from slime_like.engines.sglang.engine import SglangEngine
 from slime_like.engines.sglang.factory import SglangKind
 from slime_like.megatron.init import device_of_this_process
 from slime_like.megatron.parallel_layout import ParallelLayout
-from slime_like.sglang.server_pool import ServerPool
+from slime_like.servers.server_pool import ServerPool
 from slime_like.tinker.sglang_sampler import SglangSampler, snapshot_transport, snapshot_updater
 from slime_like.weight_sync.updater import WeightUpdater
 

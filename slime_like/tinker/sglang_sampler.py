@@ -23,11 +23,11 @@ from slime_like.checked_json import InvalidResponse
 from slime_like.distributed.collectives import from_rank_zero, on_rank_zero
 from slime_like.engines.sglang.engine import SglangEngine
 from slime_like.errors import RunError
-from slime_like.sglang.http import CONTROL_S, RequestFailed, async_client, post_once, with_retries
+from slime_like.servers.http import CONTROL_S, RequestFailed, async_client, post_once, with_retries
+from slime_like.servers.requests import RequestSettings
+from slime_like.servers.server_pool import ServerPool, Worker
+from slime_like.servers.weight_spec import checkpoint_shapes
 from slime_like.sglang.protocol import read_scores, scoring_body
-from slime_like.sglang.requests import RequestSettings
-from slime_like.sglang.server_pool import ServerPool, Worker
-from slime_like.sglang.weight_spec import checkpoint_shapes
 from slime_like.tinker.errors import Refused
 from slime_like.tinker.sampler import PromptSamples, SampleCommand, is_tied, plain_output, with_nan
 from slime_like.weight_sync.senders import SendingRanks

@@ -15,7 +15,7 @@ from torch import Tensor
 from slime_like.checked_json import ShortText, StrictModel, read
 from slime_like.engines.base import GenerateOutput, GenerateRequest, SamplingParams
 from slime_like.images.processor import ImageProcessor
-from slime_like.sglang.server_api import JoinGroup, Legal, ServerApi, ServerCall, ServerSizes
+from slime_like.servers.server_api import JoinGroup, Legal, ServerApi, ServerCall, ServerSizes
 from slime_like.vllm import protocol
 from slime_like.weights.buckets import Bucket
 from slime_like.weights.export_plan import TensorPlan

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from slime_like.sglang.processes import command_line_of
+from slime_like.servers.processes import command_line_of
 
 EXTENSION = "slime_like_vllm.WeightUpdates"
 EXTENSION_FOLDER = Path(__file__).with_name("worker")

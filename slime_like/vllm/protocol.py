@@ -9,8 +9,8 @@ from pydantic import Field
 
 from slime_like.checked_json import InvalidResponse, Items, LogProb, StrictModel, TokenId, read
 from slime_like.engines.base import FinishReason, GenerateOutput, GenerateRequest, SamplingParams
-from slime_like.sglang.server_api import Legal, RefusedByServer
-from slime_like.sglang.token_checks import (
+from slime_like.servers.server_api import Legal, RefusedByServer
+from slime_like.servers.token_checks import (
     VersionSpan,
     check_log_prob_tokens,
     check_tokens,

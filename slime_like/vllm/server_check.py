@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from slime_like.checked_json import InvalidResponse, read
 from slime_like.errors import RunError
-from slime_like.sglang.http import CONTROL_S, RequestFailed
-from slime_like.sglang.server_pool import ServerPool, Worker
+from slime_like.servers.http import CONTROL_S, RequestFailed
+from slime_like.servers.server_pool import ServerPool, Worker
 from slime_like.vllm.api import ServerInfo, VllmApi
 from slime_like.vllm.launch import EXTENSION, LOG_PROBS, by_hand
 

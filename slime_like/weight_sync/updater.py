@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 
 from slime_like.errors import RunError
-from slime_like.sglang.http import CONTROL_S, RequestFailed
-from slime_like.sglang.server_pool import ServerPool, Worker
+from slime_like.servers.http import CONTROL_S, RequestFailed
+from slime_like.servers.server_pool import ServerPool, Worker
 from slime_like.text import shown
 from slime_like.weight_sync.senders import SendingRanks
 from slime_like.weight_sync.servers import Servers, UpdateIncomplete

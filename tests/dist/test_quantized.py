@@ -14,7 +14,7 @@ from torch import Tensor
 
 from arguments.hf.model import read_hf_model
 from benchmarks.parity.ranks import run_ranks
-from slime_like.sglang.weight_spec import compare_with_checkpoint
+from slime_like.servers.weight_spec import compare_with_checkpoint
 from slime_like.tinker.sampler import weights_in
 from slime_like.weights.safetensors_reader import WeightFiles, stored_format
 from tests.dist.test_convert_moe import SIZES, make_models

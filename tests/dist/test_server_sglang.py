@@ -21,10 +21,10 @@ from slime_like.engines.base import GenerateRequest, SamplingParams
 from slime_like.engines.local.engine import LocalEngine
 from slime_like.engines.sglang.engine import SglangEngine
 from slime_like.errors import RunError
+from slime_like.servers.http import Deadlines, Retries
+from slime_like.servers.requests import RequestSettings
+from slime_like.servers.server_pool import HealthSettings, ServerPool
 from slime_like.sglang.api import SglangApi
-from slime_like.sglang.http import Deadlines, Retries
-from slime_like.sglang.requests import RequestSettings
-from slime_like.sglang.server_pool import HealthSettings, ServerPool
 from slime_like.tinker.errors import Refused
 from slime_like.tinker.factory import make_model_host
 from slime_like.tinker.sampler import SampleCommand, seed_of

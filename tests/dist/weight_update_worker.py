@@ -9,9 +9,9 @@ from typing import Any
 
 from benchmarks.parity.steps import parallel
 from slime_like.engines.sglang.engine import SglangEngine
-from slime_like.sglang.http import Deadlines, Retries
-from slime_like.sglang.processes import EngineProcess
-from slime_like.sglang.requests import RequestSettings
+from slime_like.servers.http import Deadlines, Retries
+from slime_like.servers.processes import EngineProcess
+from slime_like.servers.requests import RequestSettings
 from slime_like.weights.hf_export import HfExport
 from slime_like.weights.hf_import import load_hf_weights
 from tests.dist.convert_worker import build

@@ -17,14 +17,14 @@ from pydantic_core import from_json
 
 from slime_like.checked_json import LOWEST_LOG_PROB, InvalidResponse, read
 from slime_like.engines.base import GenerateRequest, SamplingParams
-from slime_like.sglang.control_answers import Checksums, ModelInfo, RouterWorkers, ServerInfo
+from slime_like.servers.control_answers import Checksums, ModelInfo, RouterWorkers, ServerInfo
+from slime_like.servers.routed_experts import RoutesFormat
+from slime_like.servers.server_api import Legal, RefusedByServer
 from slime_like.sglang.protocol import (
     read_generation,
     read_input_tokens,
     read_scores,
 )
-from slime_like.sglang.routed_experts import RoutesFormat
-from slime_like.sglang.server_api import Legal, RefusedByServer
 from slime_like.text import printable
 
 REQUEST = GenerateRequest(7, (3, 5), seed=0)

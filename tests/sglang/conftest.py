@@ -19,7 +19,7 @@ import pytest
 
 from scripts.make_tiny_model import make_tiny_model
 from slime_like.engines.sglang.factory import NO_FEATURE_CACHE
-from slime_like.sglang.processes import (
+from slime_like.servers.processes import (
     CPU_SETTINGS,
     Launch,
     ServerProcess,

@@ -16,10 +16,10 @@ import torch
 
 from slime_like.engines.base import GenerateOutput, GenerateRequest, SamplingParams
 from slime_like.engines.sglang.engine import SglangEngine
+from slime_like.servers.requests import RequestSettings
+from slime_like.servers.router import Router
+from slime_like.servers.server_pool import HealthSettings, ServerPool
 from slime_like.sglang.api import SglangApi
-from slime_like.sglang.requests import RequestSettings
-from slime_like.sglang.router import Router
-from slime_like.sglang.server_pool import HealthSettings, ServerPool
 from slime_like.weight_sync.settings import UpdateSettings
 from slime_like.weight_sync.updater import WeightUpdater
 from tests.real_servers import (

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from scripts.make_tiny_model import make_tiny_model
-from slime_like.sglang.processes import ServerProcess, free_ports
+from slime_like.servers.processes import ServerProcess, free_ports
 from tests.dist.conftest import alone
 from tests.dist.test_families import Ours
 from tests.sglang.conftest import server_launch, wait_for

@@ -18,7 +18,7 @@ from slime_like.engines.base import GenerateOutput, GenerateRequest, SamplingPar
 from slime_like.engines.local.engine import LocalEngine
 from slime_like.images.encoded import EncodedImage
 from slime_like.images.processor import ImageProcessor
-from slime_like.sglang.processes import ServerProcess, free_ports
+from slime_like.servers.processes import ServerProcess, free_ports
 from slime_like.sglang.protocol import Legal, generation_body, read_generation
 from tests.e2e.programs import Done, TrainServer
 from tests.sglang.conftest import Servers, give_own_weights, server_launch, wait_for

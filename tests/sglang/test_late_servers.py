@@ -13,12 +13,12 @@ import pytest
 
 from slime_like.engines.base import GenerateOutput
 from slime_like.engines.sglang.engine import SglangEngine
+from slime_like.servers.processes import ServerProcess, free_ports
+from slime_like.servers.router import Router
+from slime_like.servers.server_api import Legal
+from slime_like.servers.server_pool import HealthSettings, ServerPool
 from slime_like.sglang.api import SglangApi
-from slime_like.sglang.processes import ServerProcess, free_ports
 from slime_like.sglang.protocol import generation_body, read_generation
-from slime_like.sglang.router import Router
-from slime_like.sglang.server_api import Legal
-from slime_like.sglang.server_pool import HealthSettings, ServerPool
 from tests.real_servers import (
     assert_versions_tell_the_weights,
     in_background,

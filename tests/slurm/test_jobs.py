@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from slime_like.sglang.processes import CPU_SETTINGS, command_line_of
+from slime_like.servers.processes import CPU_SETTINGS, command_line_of
 from tests.e2e.helpers import Workspace, make_workspace, rows_of, weights_of
 from tests.e2e.programs import ENVIRONMENT, ROOT, free_port, make_demo
 from tests.slurm.cluster import Cluster, why_not

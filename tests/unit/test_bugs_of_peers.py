@@ -13,7 +13,7 @@ import torch
 
 from slime_like.advantages import compute_advantages
 from slime_like.rollout.rollouter import sample_seed
-from slime_like.sglang.http import Deadlines, async_client, post_once
+from slime_like.servers.http import Deadlines, async_client, post_once
 
 
 @pytest.mark.parametrize("estimator", ["grpo", "gdpo", "rloo", "opo"])

@@ -70,6 +70,7 @@ LAYERS = (
         "slime_like.guards",
         "slime_like.megatron",
         "slime_like.rollout",
+        "slime_like.servers",
         "slime_like.sglang",
         "slime_like.vllm",
         "slime_like.weight_sync",

@@ -14,8 +14,8 @@ import httpx
 import pytest
 
 from slime_like.engines.vllm.factory import VllmProgram
-from slime_like.sglang.launches import Slot
-from slime_like.sglang.processes import Launch, ServerProcess, free_ports
+from slime_like.servers.launches import Slot
+from slime_like.servers.processes import Launch, ServerProcess, free_ports
 from tests.e2e.programs import ROOT, TrainServer
 from tests.own_environment import demo, mark_tests_beside
 from tests.vllm.models import save_model

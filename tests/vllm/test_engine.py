@@ -15,8 +15,8 @@ import torch
 from slime_like.engines.base import GenerateOutput, GenerateRequest, SamplingParams
 from slime_like.engines.vllm.engine import VllmEngine
 from slime_like.errors import RunError
-from slime_like.sglang.requests import RequestSettings
-from slime_like.sglang.server_pool import HealthSettings, ServerPool
+from slime_like.servers.requests import RequestSettings
+from slime_like.servers.server_pool import HealthSettings, ServerPool
 from slime_like.vllm.api import VllmApi
 from slime_like.vllm.server_check import Needs, check_server
 from slime_like.weight_sync.settings import UpdateSettings

@@ -24,10 +24,9 @@ from slime_like.engines.serving_factory import (
 from slime_like.engines.sglang.engine import SglangEngine
 from slime_like.errors import RunError
 from slime_like.images.settings import VisionFamily
-from slime_like.sglang.api import SglangApi
-from slime_like.sglang.http import CONTROL_S, RequestFailed
-from slime_like.sglang.launches import ServerProgram, Slot
-from slime_like.sglang.processes import (
+from slime_like.servers.http import CONTROL_S, RequestFailed
+from slime_like.servers.launches import ServerProgram, Slot
+from slime_like.servers.processes import (
     LOOPBACK,
     Launch,
     free_ports,
@@ -35,9 +34,10 @@ from slime_like.sglang.processes import (
     server_command,
     server_settings,
 )
-from slime_like.sglang.routed_experts import RoutesFormat
-from slime_like.sglang.router import Router
-from slime_like.sglang.server_pool import ServerPool
+from slime_like.servers.routed_experts import RoutesFormat
+from slime_like.servers.router import Router
+from slime_like.servers.server_pool import ServerPool
+from slime_like.sglang.api import SglangApi
 from slime_like.weight_sync.transports.handles import without_broken_handles
 from slime_like.weight_sync.updater import WeightUpdater
 from slime_like.weights.families import model_families

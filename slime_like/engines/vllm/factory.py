@@ -19,8 +19,8 @@ from slime_like.engines.serving_factory import (
 )
 from slime_like.engines.vllm.engine import VllmEngine
 from slime_like.errors import RunError
-from slime_like.sglang.launches import ServerProgram, Slot
-from slime_like.sglang.server_pool import ServerPool
+from slime_like.servers.launches import ServerProgram, Slot
+from slime_like.servers.server_pool import ServerPool
 from slime_like.vllm.api import VllmApi
 from slime_like.vllm.launch import SERVER_VARIABLES, cpu_variables, server_command
 from slime_like.vllm.server_check import Needs, check_server

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 from slime_like.registry import Registry
 
 if TYPE_CHECKING:
-    from slime_like.sglang.server_pool import Worker
+    from slime_like.servers.server_pool import Worker
     from slime_like.weight_sync.senders import SendingRanks
     from slime_like.weight_sync.servers import Servers
     from slime_like.weights.buckets import WeightBuckets

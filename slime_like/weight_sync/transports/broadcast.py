@@ -11,9 +11,9 @@ from functools import partial
 
 import torch.distributed as dist
 
-from slime_like.sglang.nodes import address_towards
-from slime_like.sglang.processes import LOOPBACK, EngineProcess
-from slime_like.sglang.server_pool import Worker
+from slime_like.servers.nodes import address_towards
+from slime_like.servers.processes import LOOPBACK, EngineProcess
+from slime_like.servers.server_pool import Worker
 from slime_like.weight_sync.senders import SendingRanks
 from slime_like.weight_sync.servers import Servers, UpdateIncomplete
 from slime_like.weight_sync.transports.base import WeightTransport

@@ -15,8 +15,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from slime_like.checkpoints.scratch import scratch_folder
-from slime_like.sglang.http import RequestFailed
-from slime_like.sglang.server_pool import Worker
+from slime_like.servers.http import RequestFailed
+from slime_like.servers.server_pool import Worker
 from slime_like.weight_sync.senders import SendingRanks
 from slime_like.weight_sync.servers import Servers
 from slime_like.weight_sync.transports.base import WeightTransport

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slime_like.checkpoints.scratch import scratch_folder
-from slime_like.sglang.server_pool import Worker
+from slime_like.servers.server_pool import Worker
 from slime_like.weight_sync.senders import SendingRanks
 from slime_like.weight_sync.servers import Servers
 from slime_like.weight_sync.transports.base import WeightTransport

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slime_like.sglang.http import RequestFailed
-from slime_like.sglang.nodes import address_towards
-from slime_like.sglang.server_api import JoinGroup, ServerApi, ServerCall
+from slime_like.servers.http import RequestFailed
+from slime_like.servers.nodes import address_towards
+from slime_like.servers.server_api import JoinGroup, ServerApi, ServerCall
 from slime_like.weights.export_plan import TensorPlan
 
 Call = Callable[[ServerCall], object]  # makes a call to one server

@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slime_like.distributed.collectives import gather
-from slime_like.sglang.http import ControlClient, RequestFailed
-from slime_like.sglang.server_api import ServerApi
-from slime_like.sglang.server_pool import Worker
+from slime_like.servers.http import ControlClient, RequestFailed
+from slime_like.servers.server_api import ServerApi
+from slime_like.servers.server_pool import Worker
 from slime_like.weight_sync.senders import SendingRanks
 from slime_like.weight_sync.transports.base import WeightTransport
 from slime_like.weights.buckets import Bucket, WeightBuckets

@@ -18,7 +18,7 @@ from arguments.schema import RewardConfig
 from slime_like.config import ConfigError
 from slime_like.engines.sglang.factory import make_router
 from slime_like.rollout.evaluate import reward_of
-from slime_like.sglang.processes import free_ports
+from slime_like.servers.processes import free_ports
 from tests.unit.arguments.hf.test_gpt_oss import write as write_gpt_oss
 from tests.unit.command_lines import complete, problems_of
 

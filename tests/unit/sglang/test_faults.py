@@ -23,11 +23,11 @@ from slime_like.engines.base import GenerateOutput, GenerateRequest, SamplingPar
 from slime_like.engines.local.engine import LocalEngine
 from slime_like.engines.sglang.engine import SglangEngine
 from slime_like.errors import RunError
-from slime_like.sglang import requests, server_pool
+from slime_like.servers import requests, server_pool
+from slime_like.servers.http import ControlClient, RequestFailed
+from slime_like.servers.router import Router
+from slime_like.servers.server_pool import HealthSettings, ServerPool
 from slime_like.sglang.api import SglangApi
-from slime_like.sglang.http import ControlClient, RequestFailed
-from slime_like.sglang.router import Router
-from slime_like.sglang.server_pool import HealthSettings, ServerPool
 from slime_like.weight_sync.servers import UpdateIncomplete
 from tests.fake_sglang import (
     ATTEMPTS,

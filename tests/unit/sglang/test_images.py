@@ -15,10 +15,10 @@ from slime_like.engines.sglang.factory import NO_FEATURE_CACHE, SglangKind, left
 from slime_like.errors import RunError
 from slime_like.images.encoded import EncodedImage
 from slime_like.images.files import encode
-from slime_like.sglang.launches import engine_launches
-from slime_like.sglang.nodes import find_nodes
+from slime_like.servers.launches import engine_launches
+from slime_like.servers.nodes import find_nodes
+from slime_like.servers.weight_spec import checkpoint_shapes, compare_with_checkpoint
 from slime_like.sglang.protocol import generation_body
-from slime_like.sglang.weight_spec import checkpoint_shapes, compare_with_checkpoint
 from tests.fake_sglang import FakeServer, changed, engine_of
 from tests.unit.command_lines import complete
 from tests.unit.engines.local.test_images import IMAGES, served

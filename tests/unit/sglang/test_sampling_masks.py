@@ -18,9 +18,9 @@ from slime_like.engines.local.engine import LocalEngine
 from slime_like.engines.sglang.engine import SglangEngine
 from slime_like.engines.sglang.factory import SglangKind, require_sampling_masks
 from slime_like.errors import RunError
-from slime_like.sglang.launches import engine_launches
-from slime_like.sglang.nodes import find_nodes
-from slime_like.sglang.router import Router
+from slime_like.servers.launches import engine_launches
+from slime_like.servers.nodes import find_nodes
+from slime_like.servers.router import Router
 from tests.fake_sglang import FakeServer, changed, engine_of, fake_servers, weights_of
 from tests.unit.command_lines import complete
 

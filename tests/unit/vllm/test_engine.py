@@ -18,8 +18,8 @@ from slime_like.engines.local.engine import LocalEngine
 from slime_like.engines.served import ServedEngine
 from slime_like.engines.vllm.factory import VllmProgram
 from slime_like.errors import RunError
-from slime_like.sglang.launches import Slot
-from slime_like.sglang.server_pool import HealthSettings, ServerPool
+from slime_like.servers.launches import Slot
+from slime_like.servers.server_pool import HealthSettings, ServerPool
 from slime_like.vllm.api import VllmApi
 from slime_like.vllm.launch import EXTENSION_FOLDER
 from slime_like.vllm.server_check import Needs, check_server

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from slime_like.servers.server_api import ServerCall
 from slime_like.sglang.api import SglangApi
-from slime_like.sglang.server_api import ServerCall
 from slime_like.weight_sync.transports import process_group
 from slime_like.weight_sync.transports.process_group import BroadcastFailed, BroadcastGroup, Member
 

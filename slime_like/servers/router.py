@@ -9,9 +9,9 @@ from urllib.parse import quote
 
 from slime_like.checked_json import InvalidResponse, read
 from slime_like.errors import RunError
-from slime_like.sglang.control_answers import RouterWorker, RouterWorkers
-from slime_like.sglang.http import ControlClient, RequestFailed
-from slime_like.sglang.processes import Launch, ServerProcess
+from slime_like.servers.control_answers import RouterWorker, RouterWorkers
+from slime_like.servers.http import ControlClient, RequestFailed
+from slime_like.servers.processes import Launch, ServerProcess
 
 logger = logging.getLogger(__name__)
 

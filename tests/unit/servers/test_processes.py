@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from slime_like.sglang import processes
-from slime_like.sglang.processes import LOWEST_PORT, free_ports
+from slime_like.servers import processes
+from slime_like.servers.processes import LOWEST_PORT, free_ports
 
 
 def test_they_are_free_and_no_outgoing_connection_is_given_one(

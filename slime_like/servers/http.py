@@ -220,7 +220,7 @@ class ControlClient:
         self._client = async_client(0)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
-            target=self._loop.run_forever, name="sglang-control", daemon=True
+            target=self._loop.run_forever, name="server-control", daemon=True
         )
         self._thread.start()
 

@@ -19,7 +19,7 @@ SUPERVISOR = Path(__file__).with_name("process_supervisor.py")
 END_S = 6.0  # for a supervisor to end its server
 LOWEST_PORT = 10000
 OUTGOING_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
-# Defaults on a machine without a GPU; the user's --sglang flags override them.
+# SGLang's defaults on a machine without a GPU; the user's --sglang flags override them.
 CPU_SETTINGS: Mapping[str, object] = {
     "device": "cpu",
     "attention_backend": "torch_native",

@@ -15,11 +15,11 @@ from typing import TypeVar
 
 from slime_like.checked_json import InvalidResponse, read
 from slime_like.errors import RunError
-from slime_like.sglang.control_answers import ModelInfo
-from slime_like.sglang.http import ANSWER_BYTES, CONTROL_S, ControlClient, RequestFailed
-from slime_like.sglang.processes import EngineProcess
-from slime_like.sglang.router import Router
-from slime_like.sglang.server_api import ServerApi, ServerCall, ServerSizes
+from slime_like.servers.control_answers import ModelInfo
+from slime_like.servers.http import ANSWER_BYTES, CONTROL_S, ControlClient, RequestFailed
+from slime_like.servers.processes import EngineProcess
+from slime_like.servers.router import Router
+from slime_like.servers.server_api import ServerApi, ServerCall, ServerSizes
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -125,7 +125,7 @@ class ServerPool:
             worker.alive = True
         self.handle_added_servers()
         self._monitor = threading.Thread(
-            target=self._monitor_health, name="sglang-health", daemon=True
+            target=self._monitor_health, name="server-health", daemon=True
         )
         self._monitor.start()
 

@@ -16,7 +16,7 @@ import httpx
 from slime_like.checked_json import InvalidResponse, WrongWeightVersion
 from slime_like.engines.base import GenerateOutput, GenerateRequest, SamplingParams
 from slime_like.images.processor import ImageProcessor
-from slime_like.sglang.http import (
+from slime_like.servers.http import (
     CONTROL_S,
     Deadlines,
     RequestFailed,
@@ -25,9 +25,9 @@ from slime_like.sglang.http import (
     post_once,
     with_retries,
 )
-from slime_like.sglang.routed_experts import RoutesFormat
-from slime_like.sglang.server_api import Legal, RefusedByServer
-from slime_like.sglang.server_pool import ServerPool, Worker
+from slime_like.servers.routed_experts import RoutesFormat
+from slime_like.servers.server_api import Legal, RefusedByServer
+from slime_like.servers.server_pool import ServerPool, Worker
 
 ABORT_DEADLINES = Deadlines(CONTROL_S, CONTROL_S, CONTROL_S)
 POLL_S = 0.1  # polling interval while no server is ready

@@ -6,9 +6,9 @@ import logging
 from collections.abc import Sequence
 
 from slime_like.errors import RunError
-from slime_like.sglang.http import CONTROL_S, RequestFailed
-from slime_like.sglang.server_api import ServerCall
-from slime_like.sglang.server_pool import ServerPool, Worker
+from slime_like.servers.http import CONTROL_S, RequestFailed
+from slime_like.servers.server_api import ServerCall
+from slime_like.servers.server_pool import ServerPool, Worker
 from slime_like.text import list_names, shown
 
 logger = logging.getLogger(__name__)

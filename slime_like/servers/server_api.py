@@ -15,7 +15,7 @@ from torch import Tensor
 
 from slime_like.engines.base import GenerateOutput, GenerateRequest, SamplingParams
 from slime_like.images.processor import ImageProcessor
-from slime_like.sglang.routed_experts import RoutesFormat
+from slime_like.servers.routed_experts import RoutesFormat
 from slime_like.weights.buckets import Bucket
 from slime_like.weights.export_plan import TensorPlan
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from arguments.schema import SglangConfig
 from slime_like.distributed.failure_report import job
 from slime_like.errors import RunError
-from slime_like.sglang.node_agent import RemoteNode, RemoteProcess
-from slime_like.sglang.nodes import Node, address_towards, place_servers
-from slime_like.sglang.processes import (
+from slime_like.servers.node_agent import RemoteNode, RemoteProcess
+from slime_like.servers.nodes import Node, address_towards, place_servers
+from slime_like.servers.processes import (
     EngineProcess,
     Launch,
     ServerProcess,

@@ -13,11 +13,11 @@ import torch.distributed as dist
 
 from slime_like.distributed.signed_store import SignedStore
 from slime_like.errors import RunError
+from slime_like.servers.node_agent import NodeAgent, RemoteNode, RemoteProcess
+from slime_like.servers.nodes import Node, place_servers
+from slime_like.servers.processes import Launch, ServerProcess, SpanningProcess
+from slime_like.servers.server_pool import HealthSettings, ServerPool
 from slime_like.sglang.api import SglangApi
-from slime_like.sglang.node_agent import NodeAgent, RemoteNode, RemoteProcess
-from slime_like.sglang.nodes import Node, place_servers
-from slime_like.sglang.processes import Launch, ServerProcess, SpanningProcess
-from slime_like.sglang.server_pool import HealthSettings, ServerPool
 
 KEY, RANK = b"of the job", 8
 

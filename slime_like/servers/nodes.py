@@ -14,7 +14,7 @@ import torch.distributed as dist
 from slime_like.distributed.collectives import gather
 from slime_like.distributed.nodes import ranks_by_node
 from slime_like.errors import RunError
-from slime_like.sglang.processes import LOOPBACK, free_ports
+from slime_like.servers.processes import LOOPBACK, free_ports
 
 PORTS_OF_A_SERVER = 2  # HTTP, and the rendezvous of a multi-node server
 

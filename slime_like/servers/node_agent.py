@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from slime_like.distributed.signed_store import SignedStore
-from slime_like.sglang.processes import END_S, EngineProcess, Launch, ServerProcess
+from slime_like.servers.processes import END_S, EngineProcess, Launch, ServerProcess
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class NodeAgent:
         self._running: dict[str, tuple[int, ServerProcess]] = {}
         self._failed: dict[str, dict[str, object]] = {}
         self._reported: dict[str, object] = {}
-        self._thread = threading.Thread(target=self._run, name="sglang-servers", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="node-servers", daemon=True)
         self._thread.start()
 
     def close(self) -> None:

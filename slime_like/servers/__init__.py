@@ -1,0 +1,1 @@
+"""Servers of the run, of any kind: processes, HTTP, pool, requests."""
