@@ -78,9 +78,10 @@ class Api:
     async def _start(self) -> None:
         self.dispatcher.start(self.faults.append)
 
-    def open(self) -> None:
+    def open(self, sdk_version: str = "") -> None:
         """A session with two models."""
-        self.session = str(self.post("create_session", {})["session_id"])
+        body = {"sdk_version": sdk_version}
+        self.session = str(self.post("create_session", body)["session_id"])
         self.model, self.bystander = (self.create(n) for n in range(2))
 
     def create(self, number: int) -> str:

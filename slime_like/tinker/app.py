@@ -21,6 +21,7 @@ from slime_like.tinker.downloads import Downloads
 from slime_like.tinker.errors import HttpError
 from slime_like.tinker.futures import PROTOBUF
 from slime_like.tinker.middleware import DOWNLOADS, IS_OPERATOR, OWNER, supports_zstd
+from slime_like.tinker.model_registry import KINDS
 from slime_like.tinker.prometheus import make_metrics
 from slime_like.tinker.serializers import (
     checkpoint_record,
@@ -35,7 +36,9 @@ ROOT = "/api/v1"
 B = TypeVar("B", bound=schemas.Body)
 CLIENT_CONFIG = {  # features of the SDK that are not implemented here are off
     "pjwt_auth_enabled": False,
-    "parallel_fwdbwd_chunks": True,
+    # one after the other, so that a missing request is known to be given up (`Queue.in_order`); an
+    # earlier chunk is executed while the next is on its way
+    "parallel_fwdbwd_chunks": False,
     "fwdbwd_max_chunk_len": 1024,
     "fwdbwd_max_chunk_bytes_count": 5_000_000,
     "sample_use_retrieve_futures": False,
@@ -278,10 +281,14 @@ def _checkpoint_routes(app: FastAPI, service: Service) -> None:
 
     @app.delete(f"{ROOT}/training_runs/{{run_id}}/checkpoints/{{checkpoint_id:path}}")
     async def delete_checkpoint(request: Request, run_id: str, checkpoint_id: str) -> Response:
-        """Delete a checkpoint."""
+        """Delete a checkpoint: 204. Its id has its kind (`weights/NAME`): checkpoints of several
+        kinds may have one name."""
+        if "/" not in checkpoint_id:
+            kinds = ", ".join(f"{kind}/{checkpoint_id}" for kind in KINDS.values())
+            raise HttpError(400, f"checkpoint {checkpoint_id!r}: give its kind, too: {kinds}")
         checkpoint = service.checkpoint(f"tinker://{run_id}/{checkpoint_id}", owner_of(request))
         service.operations.drop_checkpoint(checkpoint)
-        return json_response({})
+        return Response(status_code=204)
 
     @app.put(
         f"{ROOT}/training_runs/{{run_id}}/checkpoints/{{checkpoint_id:path}}/ttl",

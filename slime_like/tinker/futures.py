@@ -86,10 +86,16 @@ class Queue:
     """Requests of a model, executed by sequence number regardless of arrival order; or requests of
     a sampler, executed in order of arrival."""
 
-    def __init__(self, key: str, *, next_seq: int | None) -> None:
-        """next_seq: first sequence number; None for order of arrival."""
+    def __init__(self, key: str, *, next_seq: int | None, in_order: bool = False) -> None:
+        """
+        Args:
+            next_seq: First sequence number; None for order of arrival.
+            in_order: The client sends a request only once the one before it was answered or given
+                up, as Tinker's SDK does: a number that is missing then never comes.
+        """
         self.key = key
         self.next_seq = next_seq
+        self.in_order = in_order
         self._waiting: list[Request] = []
 
     def __len__(self) -> int:
@@ -139,6 +145,13 @@ class Queue:
         if taken and self.next_seq is not None:
             self.next_seq = taken[-1].seq + 1
         return taken
+
+    def skip_missing(self) -> range:
+        """Give up the missing numbers before the first waiting request; returns them."""
+        assert self.next_seq is not None and self._waiting
+        missing = range(self.next_seq, self._waiting[0].seq)
+        self.next_seq = missing.stop
+        return missing
 
     def missing_since(self) -> float | None:
         """Arrival time of the oldest request that waits for a missing sequence number; None if

@@ -28,6 +28,7 @@ class ApiSession:
     finished: bool = False
     user_metadata: dict[str, object] | None = None
     display_name: str | None = None
+    in_order: bool = False  # see `request_queue.Queue`
 
 
 @dataclass(slots=True)
@@ -179,12 +180,23 @@ class ModelRegistry:
     # --- sessions ---
 
     def new_session(
-        self, owner: str, *, user_metadata: dict[str, object] | None, display_name: str | None
+        self,
+        owner: str,
+        *,
+        user_metadata: dict[str, object] | None,
+        display_name: str | None,
+        in_order: bool,
     ) -> ApiSession:
         now = time.time()
         id = f"session-{secrets.token_hex(8)}"
         session = ApiSession(
-            id, owner, now, now, user_metadata=user_metadata, display_name=display_name
+            id,
+            owner,
+            now,
+            now,
+            user_metadata=user_metadata,
+            display_name=display_name,
+            in_order=in_order,
         )
         self.keep(session)
         return session

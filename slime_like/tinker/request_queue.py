@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 # seconds that a result is kept after it was fetched, because the response may be lost
 KEEP_FETCHED_S = 120.0
 KEEP_UNFETCHED_S = 3600.0
+# seconds until a missing request of a client that sends in order is given up: it is not on its way
+GIVEN_UP_S = 2.0
 MAX_FINISHED = 2000  # finished requests per queue for which retries are recognised
 MAX_WAITING_BYTES = 2**30
 SWEEP_S = 1.0
@@ -90,8 +92,8 @@ class Dispatcher:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def queue(self, key: str, *, next_seq: int | None) -> Queue:
-        return self.queues.setdefault(key, Queue(key, next_seq=next_seq))
+    def queue(self, key: str, *, next_seq: int | None, in_order: bool = False) -> Queue:
+        return self.queues.setdefault(key, Queue(key, next_seq=next_seq, in_order=in_order))
 
     @property
     def waiting(self) -> int:
@@ -290,10 +292,21 @@ class Dispatcher:
                 self.journal.flush()
             for key, queue in list(self.queues.items()):
                 since = queue.missing_since()
-                if since is not None and now - since > self._gap_s:
-                    missing = f"request {queue.next_seq} of {key}"
-                    self.fail_all(key, Refused(f"{missing}, which precedes this one, never came"))
+                if since is not None:
+                    self._close_gap(key, queue, now - since)
             self.expire(now)
+
+    def _close_gap(self, key: str, queue: Queue, waited_s: float) -> None:
+        """End the wait for a missing request once it will not come. Its client knows that it failed
+        if the client sends in order: then those behind it are executed, as after every request that
+        failed. Otherwise they fail, because their client may count on it."""
+        missing = f"request {queue.next_seq} of {key}"
+        if queue.in_order and waited_s > min(GIVEN_UP_S, self._gap_s):
+            numbers = queue.skip_missing()
+            log.info("%s: the client gave up its requests %s", key, ", ".join(map(str, numbers)))
+            self.wake()
+        elif waited_s > self._gap_s:
+            self.fail_all(key, Refused(f"{missing}, which precedes this one, never came"))
 
     def expire(self, now: float) -> None:
         """Forget results that were fetched or are too old, and the oldest results of long

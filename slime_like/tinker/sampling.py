@@ -57,7 +57,8 @@ def sample_body(request: Sample, limits: DataLimits) -> dict[str, object]:
             "report_sampling_mask": record and (params.top_k != -1 or params.top_p < 1),
             **_stops(params, limits),
         },
-        "prompt_log_probs": bool(request.prompt_logprobs),
+        # as in SkyRL, the most likely tokens of the prompt come with its own
+        "prompt_log_probs": bool(request.prompt_logprobs) or request.topk_prompt_logprobs > 0,
         "last_n": _last_n(request, prompt.size),
         "targets": _targets(request.target_prompt_logprobs, prompt.size, limits),
         "alt_tokens": _alt_tokens(request.prompt_alt_tokens_k, prompt.size, limits),

@@ -59,7 +59,7 @@ class Service:
         self.problem: Callable[[], str | None] = lambda: None  # why requests are not executed
         self.sessions = SessionManager(config, registry, dispatcher, operations)
         for model in registry.models.values():
-            dispatcher.queue(model.id, next_seq=model.next_seq)
+            self._open_queue(model)
         for sampler in registry.samplers.values():
             dispatcher.queue(sampler.id, next_seq=None)
         for session in registry.sessions.values():
@@ -126,7 +126,12 @@ class Service:
 
     def _open(self, model: RegisteredModel) -> None:
         self.registry.keep(model)
-        self.dispatcher.queue(model.id, next_seq=0)
+        self._open_queue(model)
+
+    def _open_queue(self, model: RegisteredModel) -> None:
+        session = self.registry.sessions.get(model.session)
+        in_order = session is not None and session.in_order
+        self.dispatcher.queue(model.id, next_seq=model.next_seq, in_order=in_order)
 
     def load_weights(self, body: schemas.LoadWeights, owner: str) -> dict[str, object]:
         existing = body.model_id is not None and body.seq_id is not None

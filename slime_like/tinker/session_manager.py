@@ -4,6 +4,7 @@ with the workers; their queued requests then fail with the reason."""
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Callable, Collection
 
@@ -25,6 +26,7 @@ HOUSEKEEPING = "~server"  # queue of the server's own requests to the workers
 MAX_LOSSES = 256  # custom losses per session
 SILENT_S = 60.0  # clients send a heartbeat every 10 s
 FORGOTTEN_AFTER_S = 86400.0  # after sessions and models have ended
+RELEASE = re.compile(r"\d+\.\d+\.\d+")  # sdk_version of Tinker's SDK
 
 
 class SessionManager:
@@ -54,7 +56,10 @@ class SessionManager:
             lambda: [s.owner for s in self.registry.sessions.values() if not s.finished],
         )
         session = self.registry.new_session(
-            owner, user_metadata=body.user_metadata, display_name=body.display_name
+            owner,
+            user_metadata=body.user_metadata,
+            display_name=body.display_name,
+            in_order=RELEASE.match(body.sdk_version) is not None,
         )
         log.info("session %s of %s: created", session.id, owner)
         return {"session_id": session.id, "type": "create_session"}

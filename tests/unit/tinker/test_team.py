@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from arguments.rules.server import valid_keys
@@ -108,6 +109,23 @@ def test_an_operator_sees_who_holds_what_and_others_do_not(tmp_path: Path) -> No
     gone = api.get("samplers/session-of-another:sample:0", **{"X-API-Key": SECOND})
     assert gone.status_code == 404 and "make room" not in gone.text
     api.close()
+
+
+def test_a_checkpoint_is_deleted_by_kind_and_name(api: Api) -> None:
+    """204, as SkyRL's server; 400 for a name alone, which checkpoints of two kinds may have."""
+
+    def delete(checkpoint: str) -> httpx.Response:
+        path = f"training_runs/{api.model}/checkpoints/{checkpoint}"
+        return api.loop.run_until_complete(api.http.delete(path))
+
+    sent = {"model_id": api.model, "seq_id": 1, "path": "a"}
+    api.post("retrieve_future", api.post("save_weights", sent))
+    refused = delete("a")
+    assert refused.status_code == 400 and "weights/a, sampler_weights/a" in refused.text
+    assert len(api.get(f"training_runs/{api.model}/checkpoints").json()["checkpoints"]) == 1
+    deleted = delete("weights/a")
+    assert deleted.status_code == 204 and deleted.content == b""
+    assert delete("weights/a").status_code == 404
 
 
 def test_a_web_page_of_another_site_is_refused(api: Api) -> None:

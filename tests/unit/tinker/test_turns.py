@@ -79,6 +79,24 @@ def test_what_names_no_turn_changes_nothing(api: Api) -> None:
     assert "metrics" in step(api, 2), "a number that is taken stays taken"
 
 
+@pytest.mark.parametrize("missing", [[1], [1, 2, 3]])
+def test_what_the_sdk_gave_up_does_not_hold_the_next_request(api: Api, missing: list[int]) -> None:
+    """The SDK sends a request once the one before it was answered or given up: one that was refused
+    before the server knew its number (a body that is too large, an unknown key), that the SDK has
+    retried for 300 s (429, 500), or that failed in the client."""
+    api.open("0.38.0")
+    assert "metrics" in step(api, missing[-1] + 1)
+    assert "metrics" in step(api, missing[-1] + 2)
+    late = {"model_id": api.model, "seq_id": missing[-1], "adam_params": ADAM}
+    assert "is too low" in refuse(api, "optim_step", late)
+
+
+def test_requests_of_other_clients_may_arrive_in_any_order(api: Api) -> None:
+    """They fail behind a number that never comes: their client may count on it."""
+    error = step(api, 2)["error"]
+    assert error == f"request 1 of {api.model}, which precedes this one, never came"
+
+
 def test_inflight_weights_have_no_name(api: Api) -> None:
     sent = {"model_id": api.model, "seq_id": 1, "path": "a", "kind": "inflight"}
     answer = api.post("retrieve_future", api.post("save_weights_for_sampler", sent))
