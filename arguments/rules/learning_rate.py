@@ -40,7 +40,8 @@ def schedule_warnings(schedule: ScheduleConfig, min_lr: float | None, steps: int
 
 
 def critic_warnings(critic: CriticConfig, steps: int) -> Iterator[str]:
-    """What is wrong with the critic's schedule."""
+    """What is wrong with the critic's schedule, in a run with `steps` train batches."""
+    steps *= critic.critic_steps_per_policy_step
     if critic.critic_lr_warmup_iters >= steps > 0:
         yield (
             f"--critic-lr-warmup-iters {critic.critic_lr_warmup_iters}: the run has {steps} "

@@ -148,8 +148,11 @@ def check_lr(s: Settings) -> list[Problem]:
 def check_parameter_patterns(s: Settings) -> list[Problem]:
     """Parameter patterns are valid regular expressions."""
     problems = []
-    for name in ("only_train_params_name_list", "freeze_params_name_list"):
-        for pattern in getattr(s.model, name):
+    names = ("only_train_params_name_list", "freeze_params_name_list")
+    lists = [(name, getattr(s.model, name)) for name in names]
+    lists += [(f"critic_{name}", getattr(s.critic, f"critic_{name}")) for name in names]
+    for name, patterns in lists:
+        for pattern in patterns:
             try:
                 re.compile(pattern)
             except re.error as error:

@@ -50,6 +50,26 @@ class CriticConfig(CheckedSettings):
         legal=NON_NEGATIVE,
         at_most="num_rollout",
     )
+    critic_steps_per_policy_step: int = arg(
+        1,
+        "Optimizer steps of the critic for each one of the policy (SAO, arXiv 2607.07508: 2): it "
+        "passes that many times over the batches of a rollout, before the policy's first step.",
+        legal=AT_LEAST_ONE,
+    )
+    critic_only_train_params_name_list: list[str] = arg(
+        [],
+        "Regular expressions: train only the critic's parameters with a name that matches (search) "
+        "one of them, e.g. mlp output_layer.",
+        nargs="+",
+        excludes=("critic_freeze_params_name_list", "critic_lora_rank"),
+    )
+    critic_freeze_params_name_list: list[str] = arg(
+        [],
+        "Regular expressions: freeze the critic's parameters with a name that matches (search) one "
+        "of them; self_attention is SAO's frozen attention.",
+        nargs="+",
+        excludes="critic_lora_rank",
+    )
     critic_tensor_model_parallel_size: int | None = arg(
         None,
         "Tensor-parallel size of the critic, on the policy's processes; default: "

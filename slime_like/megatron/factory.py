@@ -150,9 +150,11 @@ def make_policy(
 
 def make_critic(config: RunConfig, policy: Network, *, total_steps: int) -> TrainedNetwork:
     """The critic, with random weights (see `start_from_policy`), or an adapter on the policy's
-    base. total_steps: the critic's optimizer steps in the whole run."""
+    base. total_steps: train batches in the whole run, on each of which the critic takes
+    --critic-steps-per-policy-step optimizer steps."""
     settings = critic_settings(config)
-    training = settings.training(total_steps=total_steps)
+    steps = total_steps * config.critic.critic_steps_per_policy_step
+    training = settings.training(total_steps=steps)
     if config.critic.critic_lora_rank:
         assert isinstance(policy, LoraNetwork), "checked on the command line"
         return LoraNetwork(
@@ -161,7 +163,8 @@ def make_critic(config: RunConfig, policy: Network, *, total_steps: int) -> Trai
             **training,
         )
     layout = critic_layout(config, policy.layout)
-    return TrainedNetwork(*settings.shape, layout, **training, value_head=True)
+    frozen = FrozenParameters.of_critic(config.critic)
+    return TrainedNetwork(*settings.shape, layout, **training, value_head=True, frozen=frozen)
 
 
 def critic_layout(config: RunConfig, policy: ParallelLayout) -> ParallelLayout:
@@ -205,9 +208,16 @@ def critic_optimizer(policy: OptimizerConfig, critic: CriticConfig) -> Optimizer
 
 
 def critic_schedule(policy: ScheduleConfig, critic: CriticConfig) -> ScheduleConfig:
-    """The policy's schedule with the critic's warm-up, from 0."""
+    """The policy's schedule with the critic's warm-up, from 0. Its lengths, which are in steps of
+    the policy, are stretched to the critic's."""
+
+    def stretched(steps: int | None) -> int | None:
+        return None if steps is None else steps * critic.critic_steps_per_policy_step
+
     return dataclasses.replace(
         policy,
+        lr_decay_iters=stretched(policy.lr_decay_iters),
+        lr_wsd_decay_iters=stretched(policy.lr_wsd_decay_iters),
         lr_warmup_iters=critic.critic_lr_warmup_iters,
         lr_warmup_fraction=None,
         lr_warmup_init=0.0,

@@ -1,4 +1,5 @@
-"""Training a part of the parameters (--freeze-params-name-list, --only-train-params-name-list).
+"""Training a part of the parameters (--freeze-params-name-list, --only-train-params-name-list, and
+those of the critic).
 
 Frozen parameters have no gradient buffer and no optimizer state. Names are Megatron's module names
 with global layer and expert indices, so that a pattern selects the same parameters in every layout;
@@ -17,7 +18,7 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from arguments.schema import ModelConfig
+from arguments.schema import CriticConfig, ModelConfig
 from slime_like.config import flag_name
 from slime_like.distributed.collectives import gather
 from slime_like.megatron.parallel_layout import ParallelLayout
@@ -38,6 +39,7 @@ class FrozenParameters:
     only: tuple[str, ...]  # patterns of trained parameters
     others: tuple[str, ...]  # patterns of frozen ones, if `only` is empty
     tied: bool  # embedding and output layer share a weight
+    prefix: str = ""  # of the flags
 
     @classmethod
     def of(
@@ -47,6 +49,14 @@ class FrozenParameters:
         only = tuple(model.only_train_params_name_list)
         others = (*model.freeze_params_name_list, *extra)
         return cls(only, others, tied) if only or others else None
+
+    @classmethod
+    def of_critic(cls, critic: CriticConfig) -> FrozenParameters | None:
+        """None if everything is trained. A critic has no output layer to share its embedding
+        with."""
+        only = tuple(critic.critic_only_train_params_name_list)
+        others = tuple(critic.critic_freeze_params_name_list)
+        return cls(only, others, tied=False, prefix="critic_") if only or others else None
 
     def apply(
         self, chunks: Sequence[MegatronModule], config: TransformerConfig, layout: ParallelLayout
@@ -89,7 +99,8 @@ class FrozenParameters:
 
     @property
     def flag(self) -> str:
-        return flag_name(f"{'only_train' if self.only else 'freeze'}_params_name_list")
+        kind = "only_train" if self.only else "freeze"
+        return flag_name(f"{self.prefix}{kind}_params_name_list")
 
     def trains(self, name: str) -> bool:
         return any(re.search(pattern, name) for pattern in self.patterns) == bool(self.only)

@@ -221,7 +221,8 @@ def _critic(config: RunConfig, rank: int, *, gpu: bool) -> int:
         world_size=config.world_size,
     ) as layout:
         gpt = replace(config.gpt, vision=frozen_tower(config.gpt.vision))
-        built = build_rank(model.megatron, gpt, layout, gpu=gpu, value_head=True)
+        frozen = FrozenParameters.of_critic(config.critic)
+        built = build_rank(model.megatron, gpt, layout, gpu=gpu, value_head=True, frozen=frozen)
         optimizer = optimizer_bytes(built, gpu=gpu)
         return weight_bytes(built) + gradient_bytes(built) + optimizer.device
 

@@ -195,6 +195,7 @@ def make_throughput(
         log_prob_passes=log_prob_passes,
         lora=config.lora.lora_rank > 0,
         critic_lora=config.critic.critic_lora_rank > 0,
+        critic_passes=config.critic.critic_steps_per_policy_step,
     )
 
 

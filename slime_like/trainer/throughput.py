@@ -17,6 +17,7 @@ class Throughput:
         devices: Number of trainer devices, without devices used only by rollout engines.
         log_prob_passes: Forward passes of the policy's size in the log_probs phase.
         lora, critic_lora: Whether policy and critic train adapters only.
+        critic_passes: Training passes of the critic over a rollout.
     """
 
     def __init__(
@@ -28,6 +29,7 @@ class Throughput:
         log_prob_passes: int,
         lora: bool = False,
         critic_lora: bool = False,
+        critic_passes: int = 1,
     ) -> None:
         self._flops = flops
         self._peak = peak_tflops
@@ -37,6 +39,7 @@ class Throughput:
         # have no weight gradient
         self._of_weights = 2.0 if lora else 3.0
         self._of_critic = 2.0 if critic_lora else 3.0
+        self._critic_passes = critic_passes
 
     def metrics(
         self, lengths: Sequence[tuple[int, int]], seconds: Mapping[str, float]
@@ -55,7 +58,10 @@ class Throughput:
         flops = {
             "actor_train": ("train", self._of_weights * (weights + head) + 3 * rest),
             "log_probs": ("log_probs", self._passes * (weights + head + rest)),
-            "critic_train": ("train_critic", self._of_critic * weights + 3 * rest),
+            "critic_train": (
+                "train_critic",
+                self._critic_passes * (self._of_critic * weights + 3 * rest),
+            ),
             "values": ("values", weights + rest),
         }
         metrics = {}

@@ -347,7 +347,9 @@ class Trainer:
         trained: dict[str, float] = {}
         if self.backend.critic is not None:
             values_abs = metrics.get("rollout/values_abs", 0.0)
-            trained |= self.train_step.train_critic(batches.critic, values_abs=values_abs)
+            trained |= self.train_step.train_critic(
+                batches.critic * config.critic.critic_steps_per_policy_step, values_abs=values_abs
+            )
         if step < config.critic.num_critic_only_steps:
             return trained
         is_stale = metrics.get("rollout/staleness_max") or metrics.get(UNKNOWN_VERSIONS)

@@ -51,6 +51,9 @@ TWO_RANKS = {
     ),
 }
 
+FROZEN = "--critic-freeze-params-name-list self_attention "
+FROZEN_LAYOUTS = ("TP2 SP", "PP2", "CP2", "DP2 distributed optimizer")
+
 
 def critic_samples(seed: int) -> list[TrainSample]:
     """Random samples with values near 0 and returns of all sizes; one has no target, and one no
@@ -147,6 +150,12 @@ def two_ranks(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str
     for name, (tp, pp, vp, cp, flags) in TWO_RANKS.items():
         with WithoutFloat32(), parallel(tp, pp, vp, cp=cp) as layout:
             result[name] = train(folder, layout, flags, f"{out}/{name}.pt")
+            dist.barrier()
+    for name in FROZEN_LAYOUTS:
+        tp, pp, vp, cp, flags = TWO_RANKS[name]
+        with WithoutFloat32(), parallel(tp, pp, vp, cp=cp) as layout:
+            target = f"{out}/frozen {name}.pt"
+            result[f"frozen {name}"] = train(folder, layout, FROZEN + flags, target)
             dist.barrier()
     for name in ("DP2 distributed optimizer", "TP2 SP", "PP2"):
         tp, pp, vp, _, flags = TWO_RANKS[name]

@@ -165,6 +165,64 @@ def test_one_step_is_that_of_plain_autograd(
         assert float((moved - expected).norm() / expected.norm()) < EXACT, name
 
 
+def test_two_steps_with_frozen_attention_are_those_of_plain_autograd(
+    alone: Any, files: dict[str, str]
+) -> None:
+    """The critic of SAO (arXiv 2607.07508, section 3.2): K = 2 steps on a batch, and nothing of the
+    attention moves. Plain gradient descent, written out over transformers' values; the clip range
+    is around the values before the first of the two."""
+    flags = (
+        "--optimizer sgd --sgd-momentum 0 --critic-lr 0.1 --critic-lr-warmup-iters 0 "
+        "--weight-decay 0 --clip-grad 0 --critic-steps-per-policy-step 2 "
+        "--critic-freeze-params-name-list self_attention"
+    )
+    backend = worker.make_backend(files["model"], alone, flags)
+    assert backend.critic is not None
+    samples = worker.critic_samples(1)
+    model = transformers_critic(files["model"])
+    optimizer = torch.optim.SGD(
+        [p for name, p in model.named_parameters() if "self_attn" not in name], lr=0.1
+    )
+    start = worker.critic_weights(backend)
+    for _ in range(2):
+        result = backend.update_critic(worker.share(samples, alone))
+        total = torch.zeros(())
+        for s in samples:
+            values = model(s.tokens[None]).logits[0, :-1, 0][-s.response_length :]
+            clipped = s.values + (values - s.values).clamp(-0.1, 0.1)
+            loss = 0.5 * torch.maximum((values - s.returns) ** 2, (clipped - s.returns) ** 2)
+            total = total + (s.loss_weights * loss)[s.loss_mask & ~s.returns.isnan()].sum()
+        optimizer.zero_grad()
+        total.backward()
+        optimizer.step()
+        assert result.metrics["value_loss"] == pytest.approx(total.item(), rel=EXACT)
+    found = worker.critic_weights(backend)
+    expected = {name: p.detach() for name, p in model.named_parameters()}
+    assert found.keys() == expected.keys()
+    for name, weight in expected.items():
+        assert float((found[name] - weight).norm() / weight.norm()) < EXACT, name
+        assert torch.equal(found[name], start[name]) == ("self_attn" in name), name
+
+
+@pytest.mark.extended
+def test_layouts_train_the_critic_with_frozen_attention(
+    two: list[dict[str, Any]], alone: Any, files: dict[str, str]
+) -> None:
+    one = worker.train(files["model"], alone, worker.FROZEN, f"{files['out']}/frozen.pt")
+    stored = torch.load(f"{files['out']}/frozen.pt")
+    for layout in worker.FROZEN_LAYOUTS:
+        name = f"frozen {layout}"
+        for rank in two:
+            for key in ("losses", "grad_norms"):
+                assert rank[name][key] == pytest.approx(one[key], rel=EXACT), (name, key)
+        weights = torch.load(f"{files['out']}/{name}.pt")
+        for key, tensor in stored["after"].items():
+            apart = float((weights["after"][key] - tensor).norm() / tensor.norm())
+            assert apart < EXACT, (name, key)
+            same = torch.equal(weights["after"][key], weights["before"][key])
+            assert same == ("self_attn" in key), (name, key)
+
+
 def test_a_fresh_critic_is_the_policy_with_a_head_of_zeros(
     alone: Any, files: dict[str, str]
 ) -> None:

@@ -169,6 +169,40 @@ def test_rollouts_for_the_critic_alone(
     assert any(not torch.equal(before[name], moved[name]) for name in moved)
 
 
+def test_two_steps_of_the_critic_with_frozen_attention(
+    server: TrainServer, work: Workspace, tmp_path: Path
+) -> None:
+    """As in SAO (arXiv 2607.07508): twice as many optimizer steps over the same rollout, whose
+    schedule is as long as the policy's; the attention of the checkpoint is the model's. A run in
+    two parts ends as one in one, bit by bit."""
+    sao = dict(critic_steps_per_policy_step=2, critic_freeze_params_name_list="self_attention")
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    root = tmp_path / "checkpoints"
+    server.train(
+        flags(work, whole, **sao, num_rollout=2, save=whole / "ck"), tmp_path / "log1"
+    ).ok()
+    for rollouts in (1, 2):
+        out = parts if rollouts == 2 else tmp_path / "first"
+        argv = flags(work, out, **sao, num_rollout=rollouts, save=root, load=root)
+        server.train(argv, tmp_path / f"part{rollouts}").ok()
+    first, second = rows_of(whole)
+    assert same_numbers(rows_of(parts)) == same_numbers([second])
+    assert of_the_critic(parts) == of_the_critic(whole)[1:]
+    # 2 policy steps a rollout, and a linear decay over 8 of them: 16 of the critic's, of which the
+    # first warms up and the last of rollout r is number 4 r
+    assert first["train/critic_lr"] == pytest.approx(2e-3 * (1 - (3 - 1) / (16 - 1)))
+    assert second["train/critic_lr"] == pytest.approx(2e-3 * (1 - (7 - 1) / (16 - 1)))
+    saved = tmp_path / "hf"
+    words = ("--load", whole / "ck", "--hf-checkpoint", work.model, "--output", saved)
+    more = ("--network", "critic", "--no-progress")
+    server.run("slime_like.cli.convert_megatron_to_hf", (*words, *more), tmp_path / "log2").ok()
+    before, after = weights_of(work.model), weights_of(saved)
+    moved = {name for name in before.keys() & after.keys() if not before[name].equal(after[name])}
+    kept = before.keys() & after.keys() - moved
+    assert kept and all("self_attn" in name for name in kept), kept
+    assert not any("self_attn" in name for name in moved), moved
+
+
 @pytest.mark.extended
 def test_what_the_critic_starts_from(
     server: TrainServer, work: Workspace, full_run: Path, tmp_path: Path

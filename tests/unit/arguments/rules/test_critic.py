@@ -159,6 +159,13 @@ REFUSED = [
      "--critic-lr-warmup-iters", "must be below --lr-decay-iters 9"),
     ("", PPO + "--num-critic-only-steps 3", "--num-critic-only-steps",
      "--num-rollout 2"),
+    ("", PPO + "--critic-steps-per-policy-step 0", "--critic-steps-per-policy-step", ">= 1"),
+    ("", PPO + "--critic-freeze-params-name-list a --critic-only-train-params-name-list b",
+     "--critic-only-train-params-name-list", "--critic-freeze-params-name-list"),
+    ("check_parameter_patterns", PPO + "--critic-freeze-params-name-list a(",
+     "--critic-freeze-params-name-list", "not a valid regular expression"),
+    ("", PPO + "--lora-rank 2 --critic-lora-rank 2 --critic-freeze-params-name-list mlp",
+     "--critic-freeze-params-name-list", "--critic-lora-rank"),
     ("check_critic_load", PPO + "--critic-load {folder}/none", "--critic-load", "no such folder"),
     ("check_critic_load", PPO + "--critic-load {folder}", "--critic-load",
      "neither checkpoints nor"),
@@ -171,6 +178,14 @@ REFUSED = [
      "did you mean --critic-tensor-model-parallel-size"),
     ("", PPO + "--critic-train-only", "--critic-train-only", "not implemented"),
 ]  # fmt: skip
+
+
+def test_a_warm_up_is_in_steps_of_the_critic(tmp_path: Path) -> None:
+    """Two rollouts of two steps, on each of which the critic takes two: eight."""
+    words = PPO + "--critic-steps-per-policy-step 2 --critic-lr-warmup-iters "
+    assert parse(tmp_path, words + "7").warnings == ()
+    (warning,) = parse(tmp_path, words + "8").warnings
+    assert "the run has 8 optimizer steps" in warning
 
 
 @refused(REFUSED)
