@@ -85,7 +85,7 @@ def main() -> int:
 
 
 @contextlib.contextmanager
-def running_server(model: Path, folder: Path) -> Iterator[str]:
+def running_server(model: Path, folder: Path, flags: Sequence[str] = ()) -> Iterator[str]:
     """Start a server and wait until it responds; yields its address."""
     import httpx
 
@@ -99,7 +99,7 @@ def running_server(model: Path, folder: Path) -> Iterator[str]:
         "--port",
         str(port),
     ]
-    command += ["--server-dir", str(folder / "server"), "--max-models", "32"]
+    command += ["--server-dir", str(folder / "server"), "--max-models", "32", *flags]
     with open(folder / "server.log", "w", encoding="utf-8") as log:
         process = subprocess.Popen(
             command, cwd=ROOT, stdout=log, stderr=log, start_new_session=True

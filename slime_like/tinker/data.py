@@ -285,14 +285,20 @@ def model_input(chunks: Sequence[Message], where: str, limits: DataLimits) -> Ar
     for chunk in chunks:
         kind = chunk.WhichOneof("chunk")
         if kind != "encoded_text":
-            raise Refused(
-                f"{where}: a chunk of kind {kind or 'none'}; only encoded_text is supported"
-            )
+            raise Refused(unsupported_chunk(where, kind or "none"))
         data = chunk.encoded_text.tokens
         parts.append(numbers(data, np.dtype("<i4"), f"{where}: tokens").astype(np.int64))
     tokens = np.concatenate(parts) if parts else np.zeros(0, np.int64)
     check_tokens(tokens, where, limits)
     return tokens
+
+
+def unsupported_chunk(where: str, kind: str) -> str:
+    """Why a chunk of a model input that is not text is refused."""
+    return (
+        f"{where}: a chunk of kind {kind}; only encoded_text is supported: the server has no "
+        "vision tower (train.py takes images, with --multimodal-keys)"
+    )
 
 
 def check_tokens(tokens: Array, where: str, limits: DataLimits, *, room: int = 0) -> None:

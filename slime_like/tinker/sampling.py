@@ -6,7 +6,13 @@ import secrets
 
 import numpy as np
 
-from slime_like.tinker.data import DataLimits, check_tokens, check_vocabulary, csr_rows
+from slime_like.tinker.data import (
+    DataLimits,
+    check_tokens,
+    check_vocabulary,
+    csr_rows,
+    unsupported_chunk,
+)
 from slime_like.tinker.errors import Refused
 from slime_like.tinker.schemas import Sample, SamplingParams, TensorData
 
@@ -24,7 +30,7 @@ def sample_body(request: Sample, limits: DataLimits) -> dict[str, object]:
     tokens: list[int] = []
     for chunk in request.prompt.chunks:
         if chunk.type != "encoded_text" or chunk.tokens is None or chunk.model_extra:
-            raise Refused(f"prompt: a chunk of kind {chunk.type!r}; only encoded_text is supported")
+            raise Refused(unsupported_chunk("prompt", chunk.type))
         tokens += chunk.tokens
     prompt = np.array(tokens, dtype=np.int64)
     params = request.sampling_params

@@ -19,6 +19,7 @@ from benchmarks import (
     bench_attention,
     bench_balancing,
     bench_packing,
+    bench_served_adapters,
     bench_server,
     bench_training_step,
     plot_costs,
@@ -244,6 +245,29 @@ def test_a_server_is_measured(
     flooded = found["shares"][f"one keeps {bench_server.FLOOD} waiting"]["calls"]
     assert min(flooded[1:]) > 0.5 * flooded[0] - 2, "no more to the one that asks for more"
     assert "| one token |" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_served_adapters_are_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every way does the rounds of all clients, one of the command line included."""
+    sizes = {"hidden-size": 64, "num-layers": 2, "clients": 2, "blocks": 1, "rounds": 1, "samples": 2, "tokens": 4}  # fmt: skip
+    flags = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
+    more = ["--way", "one copy=--max-sampler-engines 1", "--json", str(tmp_path / "out.json")]
+    monkeypatch.setattr("sys.argv", ["bench", *flags, *more])
+    assert bench_served_adapters.main() == 0
+    found = json.loads((tmp_path / "out.json").read_text())["results"]
+    assert list(found) == ["merged, 2 copies", "merged, all copies", "one copy"]
+    assert all(value > 0 for row in found.values() for value in row.values())
+    assert "| one copy |" in capsys.readouterr().out
+
+
+def test_ways_of_serving_have_names() -> None:
+    assert bench_served_adapters.ways_of(["a=--b 1 --c"]) == {"a": ["--b", "1", "--c"]}
+    for texts in (["--flag"], ["=--flag"], ["a=", "a="]):
+        with pytest.raises(ValueError, match="NAME=FLAGS"):
+            bench_served_adapters.ways_of(texts)
 
 
 def test_results_are_written_with_the_machine(tmp_path: Path) -> None:
