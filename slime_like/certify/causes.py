@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.activations import ACT2FN
 
 from slime_like.certify.layered import Call, States, parts_of, run_layer
 
@@ -26,8 +27,17 @@ ACTIVATIONS = {
     "gelu": torch.nn.GELU(),
     "gelu with tanh": torch.nn.GELU(approximate="tanh"),
     "relu": torch.nn.ReLU(),
+    "sigmoid": torch.nn.Sigmoid(),
 }
+# numbers of modules that have hypotheses of their own, or an effect in training only
+KNOWN_NUMBERS = ("variance_epsilon", "eps", "scaling", "softmax_scale", "attention_dropout", "p")
+KNOWN_SWITCHES = ("training", "norm_topk_prob", "inplace")
+OPEN = 60.0  # a logit of which the sigmoid is 1
 LOWER = (torch.bfloat16, torch.float16, torch.float32)
+
+
+PreHook = Callable[[torch.nn.Module, tuple[Any, ...]], Any]
+Hook = Callable[[torch.nn.Module, tuple[Any, ...], Any], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +49,7 @@ class Rotary:
     interleaved: bool = False
     share: float = 1.0  # of the pairs that are turned, the first ones
     scale: float = 1.0  # on cosines and sines
+    jump: tuple[int, int] | None = None  # from this position on, positions are so many more
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +62,8 @@ class Change:
     tensors: tuple[tuple[Tensor, Tensor], ...] = ()  # and what is written into them
     rotary: Rotary | None = None
     window: int | None = None  # keys that a query sees, itself included; 0: all before it
-    left_out: tuple[tuple[torch.nn.Module, bool], ...] = ()  # modules; True: their output is 0
+    before: tuple[tuple[torch.nn.Module, PreHook], ...] = ()  # hooks of modules
+    after: tuple[tuple[torch.nn.Module, Hook], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +79,8 @@ def changed(change: Change) -> Iterator[None]:
     """Apply what is changed in modules, and undo it."""
     before = [(module, name, getattr(module, name)) for module, name, _ in change.attributes]
     saved = [(tensor, tensor.clone()) for tensor, _ in change.tensors]
-    hooks = [m.register_forward_hook(zero if is_zero else skip) for m, is_zero in change.left_out]
+    hooks = [module.register_forward_pre_hook(hook) for module, hook in change.before]
+    hooks += [module.register_forward_hook(hook) for module, hook in change.after]
     try:
         for module, name, value in change.attributes:
             setattr(module, name, value)
@@ -83,14 +96,54 @@ def changed(change: Change) -> Iterator[None]:
             tensor.copy_(value)
 
 
-def zero(module: torch.nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+def zero(module: torch.nn.Module, inputs: tuple[Any, ...], output: Any) -> Any:
     """Hook: the module gives nothing."""
+    if isinstance(output, tuple):
+        return (torch.zeros_like(output[0]), *output[1:])
     return torch.zeros_like(output)
 
 
 def skip(module: torch.nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
     """Hook: the module does nothing."""
     return inputs[0]
+
+
+def opened(module: torch.nn.Module, inputs: tuple[Tensor, ...], logit: Tensor) -> Tensor:
+    """Hook: the gate is 1."""
+    return torch.full_like(logit, OPEN)
+
+
+def centred(module: torch.nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor]:
+    """Hook: the module gets its input without its mean."""
+    return (inputs[0] - inputs[0].mean(dim=-1, keepdim=True),)
+
+
+def taken_columns(
+    order: Tensor, module: torch.nn.Module, inputs: tuple[Tensor, ...]
+) -> tuple[Tensor]:
+    """Hook: the module gets the columns of its input in another order."""
+    return (inputs[0][..., order],)
+
+
+def given_columns(
+    order: Tensor, module: torch.nn.Module, inputs: tuple[Tensor, ...], output: Tensor
+) -> Tensor:
+    """Hook: the module gives its columns in another order."""
+    return output[..., order]
+
+
+def with_bias(
+    module: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor, Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Hook of a router with logits, weights and choices: the bias that is for the choice alone is
+    in the weights, which add up to what they did."""
+    logits, weights, chosen = output
+    scores = (logits.sigmoid() + module.e_score_correction_bias).gather(1, chosen)
+    sums = weights.sum(dim=1, keepdim=True)
+    if getattr(module, "norm_topk_prob", True):
+        return logits, scores / scores.sum(dim=1, keepdim=True) * sums, chosen
+    plain = logits.sigmoid().gather(1, chosen).sum(dim=1, keepdim=True)
+    return logits, scores * sums / plain, chosen
 
 
 def changed_call(call: Call, change: Change) -> Call:
@@ -122,10 +175,14 @@ def angles(embeddings: object) -> Tensor | None:
     return torch.atan2(sines[0, 1, :half], cosines[0, 1, :half])
 
 
-def base_of(frequencies: Tensor) -> float:
-    """The base of which these are the plain frequencies, by the second of them."""
-    size = 2 * frequencies.numel()
-    return float(frequencies[1]) ** (-size / 2) if size > 2 else math.nan
+def base_of(frequencies: Tensor) -> float | None:
+    """The base of which these are the plain frequencies; None if they are scaled."""
+    size = frequencies.numel()
+    if size < 2:
+        return None
+    base = float(frequencies[1]) ** -size
+    plain = base ** (-torch.arange(size, dtype=frequencies.dtype) / size)
+    return base if torch.allclose(frequencies.cpu(), plain, rtol=1e-4, atol=0.0) else None
 
 
 def rotated(embeddings: tuple[Tensor, Tensor], change: Rotary) -> tuple[Tensor, Tensor]:
@@ -139,7 +196,11 @@ def rotated(embeddings: tuple[Tensor, Tensor], change: Rotary) -> tuple[Tensor, 
     if change.share < 1:
         frequencies = frequencies.clone()
         frequencies[round(change.share * frequencies.numel()) :] = 0
-    turned = torch.arange(cosines.size(1))[:, None] * (frequencies.cpu() * change.factor)
+    positions = torch.arange(cosines.size(1))
+    if change.jump is not None:
+        first, more = change.jump
+        positions = positions + more * (positions >= first)
+    turned = positions[:, None] * (frequencies.cpu() * change.factor)
     both = torch.cat([turned, turned], dim=-1)
     if change.interleaved:
         both = turned.repeat_interleave(2, dim=-1)
@@ -167,8 +228,21 @@ def scale_change(found: Number, factor: float) -> Change:
     return Change("softmax scale", text, attributes=((module, name, factor * old),))
 
 
-def base_change(own: float, base: float) -> Change:
-    text = f"the rope base is {base:.6g}, the reference's {own:.6g}"
+def number_change(found: Number, factor: float) -> Change:
+    path, module, name = found
+    old = getattr(module, name)
+    text = f"{name} of {path or 'the layer'} is {factor * old:.6g}, the reference's {old:.6g}"
+    return Change("setting", text, attributes=((module, name, factor * old),))
+
+
+def amplitude_change(scale: float) -> Change:
+    text = f"cosines and sines of rope are {scale:.6g} times the reference's"
+    return Change("rope scaling", text, rotary=Rotary(scale=scale))
+
+
+def base_change(own: float | None, base: float) -> Change:
+    has = "has scaled frequencies" if own is None else f"has {own:.6g}"
+    text = f"the rope base is {base:.6g}, the reference {has}"
     return Change("rope base", text, rotary=Rotary(base=base))
 
 
@@ -260,21 +334,85 @@ class LayerCauses:
             yield from self._sinks()
             yield from self._softmax_scales()
             yield from self._rotaries()
+            yield from self._groups_of_heads()
         if self._part in ("router", "mlp", ""):
             yield from self._routers()
-            yield from self._activations()
+        yield from self._activations()
         yield from self._left_out()
+        yield from self._switches()
+        yield from self._numbers()
 
     def _left_out(self) -> Iterator[Change]:
         """Modules that have no effect."""
+        left_out = "part left out"
         for path, module in self._layer.named_modules():
             name = path.rpartition(".")[2]
-            if name.endswith("norm"):
-                text = f"{path} is left out"
-                yield Change("part left out", text, left_out=((module, False),))
-            elif name.startswith("shared_expert") and not name.endswith("gate"):
-                text = f"{path} is left out"
-                yield Change("part left out", text, left_out=((module, True),))
+            text = f"{path} is left out"
+            if name.endswith("norm") or name.startswith("norm_"):
+                yield Change(left_out, text, after=((module, skip),))
+            elif name.startswith("shared_expert") and name.endswith("gate"):
+                text = f"{text}: the shared expert counts whole"
+                yield Change(left_out, text, after=((module, opened),))
+            elif name.startswith("shared_expert"):
+                yield Change(left_out, text, after=((module, zero),))
+        parts = parts_of(self._layer)
+        for part in ("memory", "attention", "mlp"):
+            if part in parts:
+                yield Change(left_out, f"the {part} is left out", after=((parts[part], zero),))
+        text = "the layer is left out: it gives what it gets"
+        yield Change(left_out, text, after=((self._layer, skip),))
+
+    def _groups_of_heads(self) -> Iterator[Change]:
+        """Query head i has the keys and values of head i modulo their number, not of its group's:
+        as if the heads of queries were in another order between their projection and the output's.
+        """
+        for path, module in self._layer.named_modules():
+            groups = getattr(module, "num_key_value_groups", 1)
+            size = getattr(module, "head_dim", None)
+            output = getattr(module, "o_proj", None)
+            queries = getattr(module, "q_proj", None)
+            if groups == 1 or size is None or queries is None or output is None:
+                continue
+            heads = output.in_features // size
+            order = torch.arange(heads).view(-1, heads // groups).t().flatten()
+            columns = columns_of(order, queries.out_features // heads)
+            back = columns_of(order, size).argsort()
+            yield Change(
+                "heads in another order",
+                f"query head i of {path} reads keys and values i modulo {heads // groups}, the "
+                f"reference's i // {groups}",
+                before=((output, partial(taken_columns, back)),),
+                after=((queries, partial(given_columns, columns)),),
+            )
+
+    def _switches(self) -> Iterator[Change]:
+        """Settings of the layer's modules that are on or off."""
+        for path, module, name in self._settings(bool):
+            if name not in KNOWN_SWITCHES and not name.startswith(("_", "is_")):
+                old = getattr(module, name)
+                text = f"{name} of {path or 'the layer'} is {not old}, the reference's {old}"
+                yield Change("setting", text, attributes=((module, name, not old),))
+
+    def _numbers(self) -> Iterator[Change]:
+        """Settings of the layer's modules that are numbers, such as a cap, a multiplier or the
+        slope of an activation, of those that have an effect on the part."""
+        for found in self._settings(float):
+            value = getattr(found[1], found[2])
+            if found[2] in KNOWN_NUMBERS or not 0 < value < math.inf:
+                continue
+            doubled = self.states(number_change(found, 2.0))[self._target]
+            halved = self.states(number_change(found, 0.5))[self._target]
+            expected = self._expected[self._target]
+            if not (torch.equal(doubled, expected) and torch.equal(halved, expected)):
+                yield self._fit(partial(number_change, found), FACTORS)
+
+    def _settings(self, kind: type) -> list[Number]:
+        return [
+            (path, module, name)
+            for path, module in self._layer.named_modules()
+            for name, value in vars(module).items()
+            if type(value) is kind
+        ]
 
     def _fit(self, make: Callable[[float], Change], grid: Sequence[float]) -> Change:
         """The change of one positive number that comes nearest: the best of a grid, then a golden
@@ -334,6 +472,8 @@ class LayerCauses:
                 f"the weight of the norm counts as {text} than the reference's",
                 tensors=((weight.data, weight.data + offset),),
             )
+        text = "the norm subtracts the mean, as a LayerNorm does"
+        yield Change("kind of norm", text, before=((norm, centred),))
 
     def _windows(self) -> Iterator[Change]:
         if not isinstance(self._calls[0].keywords.get("attention_mask"), Tensor):
@@ -379,8 +519,18 @@ class LayerCauses:
         frequencies = angles(self._calls[0].keywords.get("position_embeddings"))
         if frequencies is None:
             return
-        yield self._fit(partial(base_change, base_of(frequencies)), BASES)
+        own = base_of(frequencies)
+        if own is None:
+            for base in self._bases():
+                text = f"rope is not scaled: it has the plain frequencies of base {base:.6g}"
+                yield Change("rope scaling", text, rotary=Rotary(base=base))
+        yield self._fit(partial(base_change, own), BASES)
         yield self._fit(factor_change, FACTORS)
+        yield self._fit(amplitude_change, FACTORS)
+        first = self.first_position()
+        for more, size in ((1, "1 larger"), (-1, "1 smaller")):
+            text = f"from position {first} on, rope's positions are {size} than the reference's"
+            yield Change("positions", text, rotary=Rotary(jump=(first, more)))
         none = "there is no rope, which the reference has"
         yield Change("rope", none, rotary=Rotary(factor=0.0))
         for share in (0.25, 0.5, 0.75):
@@ -388,6 +538,15 @@ class LayerCauses:
             yield Change("rope share", text, rotary=Rotary(share=share))
         pairs = "rope turns neighbouring pairs, the reference halves"
         yield Change("rope layout", pairs, rotary=Rotary(interleaved=True))
+
+    def _bases(self) -> list[float]:
+        """The bases in the model's configuration: one, or one for each kind of layer."""
+        for module in self._layer.modules():
+            ropes = getattr(getattr(module, "config", None), "rope_parameters", None)
+            if isinstance(ropes, Mapping):
+                found = [r for r in (ropes, *ropes.values()) if isinstance(r, Mapping)]
+                return [float(r["rope_theta"]) for r in found if "rope_theta" in r]
+        return []
 
     def _routers(self) -> Iterator[Change]:
         for path, module, name in self._attributes("norm_topk_prob"):
@@ -406,14 +565,32 @@ class LayerCauses:
                 text = f"the expert bias of {path} is not used"
                 change = ((bias.data, torch.zeros_like(bias.data)),)
                 yield Change("dropped buffer", text, tensors=change)
+                text = f"the expert bias of {path} is in the weights, not in the choice alone"
+                yield Change("router bias", text, after=((module, with_bias),))
+
+        for path, module, name in self._settings(int):
+            if name == "topk_group":
+                chosen = getattr(module, name)
+                for value in range(1, 2 * chosen + 1):
+                    text = f"{value} groups of experts are open in {path}, the reference's {chosen}"
+                    if value != chosen:
+                        yield Change("router groups", text, attributes=((module, name, value),))
 
     def _activations(self) -> Iterator[Change]:
         modules = [m for m in self._layer.modules() if hasattr(m, "act_fn")]
+        named = [found for found in self._settings(str) if getattr(found[1], found[2]) in ACT2FN]
         for name, function in ACTIVATIONS.items():
             attributes = tuple((module, "act_fn", function) for module in modules)
             if attributes:
                 text = f"the activation is {name}"
                 yield Change("activation function", text, attributes=attributes)
+        for path, module, attribute in named:
+            old = getattr(module, attribute)
+            for name in ("silu", "gelu", "relu", "sigmoid"):
+                text = f"the activation of {path} is {name}, the reference's {old}"
+                if name != old:
+                    changes = ((module, attribute, name),)
+                    yield Change("activation function", text, attributes=changes)
 
     def _constant_factor(self) -> Cause | None:
         """The first differing part is a multiple of the reference's."""
@@ -453,6 +630,11 @@ class LayerCauses:
                     f"{rounding:.3g}",
                 )
         return None
+
+
+def columns_of(heads: Tensor, size: int) -> Tensor:
+    """The columns of heads of this size, in the order of the heads."""
+    return (heads[:, None] * size + torch.arange(size)).flatten()
 
 
 def cast_call(call: Call, dtype: torch.dtype) -> Call:

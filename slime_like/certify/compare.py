@@ -10,10 +10,13 @@ import torch
 from torch import Tensor
 
 from slime_like.certify.causes import Cause, LayerCauses, router_cause
-from slime_like.certify.layered import LayeredModel, States
+from slime_like.certify.layered import FINAL_NORMS, LayeredModel, States
 from slime_like.certify.weights import Difference, Fingerprints, WeightComparison, Weights
 
-LAYER_PARTS = ("norm", "attention", "mlp_norm", "router", "mlp")
+LAYER_PARTS = (
+    *("memory", "streams", "norm", "attention"),
+    *("mlp_streams", "mlp_norm", "router", "mlp"),
+)
 TIMES_ROUNDING = 12.0  # a difference above this many times the rounding is none
 TIMES_EPSILON = 6.0  # and above this many times the dtype's epsilon, where rounding is 0
 # share of tokens that may choose other experts because two scores are equal up to rounding
@@ -261,7 +264,7 @@ class Reference:
         """A finding at the embedding, the final norm or the head."""
         gap = gaps[site]
         position = self._first_position(gap)
-        words = {"embedding": ("embed",), "norm": ("norm",), "logits": ("lm_head", "embed")}[site]
+        words = {"embedding": ("embed",), "norm": FINAL_NORMS, "logits": ("lm_head", "embed")}[site]
         own = [d for d in by_layer.get(None, ()) if any(word in d.name for word in words)]
         if own:
             return self._of_weights(subject, site, None, site, own, gap, position)
@@ -282,13 +285,35 @@ class Reference:
         if factor and float(relative_gap(found, factor * expected).max()) <= 3 * gap.limit:
             text = f"it is {factor:.6g} times the reference's"
             return Cause("temperature" if site == "logits" else "wrong scale", text)
-        if site == "logits":
-            largest = float(found.abs().max())
-            capped = largest * (expected / largest).tanh()
-            if largest and _is_monotonic(found, expected) and largest < float(expected.abs().max()):
-                size = float(relative_gap(found, capped).median())
-                return Cause("logit cap", f"large logits are bent to {largest:.3g} ({size:.2g})")
-        return None
+        return self._cap(found, expected, gap) if site == "logits" else None
+
+    def _cap(self, found: Tensor, expected: Tensor, gap: Gaps) -> Cause | None:
+        """The cap c of logits, c tanh(logit / c), that gives what was found; or none."""
+        config = self.exact.model.config.get_text_config()
+        own = getattr(config, "final_logit_softcapping", None)
+        free = expected if own is None else own * torch.atanh(expected / own)
+        if not bool(free.isfinite().all()):
+            return None
+        has = "none" if own is None else f"{own:.6g}"
+        if own is not None and float(relative_gap(found, free).max()) <= 3 * gap.limit:
+            return Cause("logit cap", f"logits have no cap, the reference's is {has}")
+        largest = float(found.abs().max())
+        if not largest < float(free.abs().max()):
+            return None
+        # by the largest logit: c tanh(l / c) grows with c
+        top = free.flatten()[int(found.abs().argmax())].abs()
+        low = largest
+        high = 64 * float(top)
+        for _ in range(100):
+            middle = (low + high) / 2
+            if float(middle * (top / middle).tanh()) < largest:
+                low = middle
+            else:
+                high = middle
+        again = high * (free / high).tanh()
+        if float(relative_gap(found, again).max()) > 3 * gap.limit:
+            return None
+        return Cause("logit cap", f"the cap of the logits is {high:.6g}, the reference's {has}")
 
     def _final_epsilon(self, values: Tensor, gap: Gaps) -> Cause | None:
         """Solve for the epsilon of an RMS norm: row = weight * x / sqrt(mean(x^2) + epsilon)."""
@@ -394,12 +419,6 @@ def _spans(last: int) -> list[tuple[int, int]]:
     return [(last * k // 4, last * (k + 1) // 4) for k in range(4)]
 
 
-def _is_monotonic(a: Tensor, b: Tensor) -> bool:
-    """Whether b never falls where a rises."""
-    order = a.flatten().argsort()
-    return bool((b.flatten()[order].diff() >= -1e-9).all())
-
-
 def merged(findings: Sequence[Finding]) -> list[Finding]:
     """One finding for layers with the same cause and the same part; it is the first one's."""
     found: dict[tuple[str, str, str, str], Finding] = {}
@@ -416,4 +435,4 @@ def merged(findings: Sequence[Finding]) -> list[Finding]:
 
 def _what_is_shared(finding: Finding) -> str:
     """The part of the evidence that layers with one cause must share."""
-    return finding.evidence if finding.cause == "swapped weights" else ""
+    return finding.evidence if finding.cause in ("swapped weights", "setting") else ""

@@ -19,12 +19,15 @@ States = Mapping[str, Tensor]
 
 # names of the parts of a layer in transformers, of which the first that a layer has is taken
 PARTS: Mapping[str, tuple[str, ...]] = {
+    "memory": ("ple",),
+    "streams": ("attn_hyper_connection",),
     "norm": ("input_layernorm", "norm", "operator_norm"),
     "attention": ("self_attn", "linear_attn", "attention", "attn", "mamba", "conv"),
+    "mlp_streams": ("mlp_hyper_connection",),
     "mlp_norm": ("pre_feedforward_layernorm", "post_attention_layernorm", "ffn_norm"),
     "mlp": ("mlp", "block_sparse_moe", "feed_forward", "shared_mlp"),
 }
-FINAL_NORMS = ("norm", "norm_f", "final_layernorm")
+FINAL_NORMS = ("norm", "norm_f", "final_layernorm", "hyper_connection_mixer")
 
 
 @dataclass(slots=True)

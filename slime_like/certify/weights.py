@@ -273,6 +273,12 @@ def partly(wide: Tensor, right: Tensor) -> tuple[str, str] | None:
     if wide.dim() != 2:
         return None
     rows = (wide != right).any(dim=1).nonzero()[:, 0].tolist()
+    places = {row.numpy().tobytes(): i for i, row in enumerate(right)}
+    moved = [(i, places.get(wide[i].numpy().tobytes())) for i in rows]
+    known = [(i, place) for i, place in moved if place is not None]
+    if len(known) > max(1, len(rows) / 2):
+        text = f"{len(known)} rows are the reference's in another place"
+        return "swapped weights", f"{text} (row {known[0][0]} is its {known[0][1]})"
     if len(rows) == wide.size(0):
         return None
     return "different weights", f"differs in {len(rows)} of {wide.size(0)} rows, {rows[0]} first"

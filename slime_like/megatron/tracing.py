@@ -14,7 +14,6 @@ from torch import Tensor
 
 from slime_like.megatron.model.policy import LogProbHead, logits_of
 from slime_like.megatron.moe import decoder_routers
-from slime_like.megatron.ops.router import PackedRouter
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.types import MicroBatch, TokenOutput, TrainSample
 
@@ -23,8 +22,11 @@ if TYPE_CHECKING:
 
 # megatron-core's names of the parts of a layer, in the order of their computation
 PARTS = {
+    "memory": "ngram_memory",
+    "streams": "self_attention_hyper_connection",  # what attention reads of several streams
     "norm": "input_layernorm",
     "attention": "self_attention",
+    "mlp_streams": "mlp_hyper_connection",
     "mlp_norm": "pre_mlp_layernorm",
     "mlp": "mlp",
 }
@@ -83,8 +85,7 @@ class StateRecorder:
         """Hook of a module that returns a tensor, or one and a bias to add or something else."""
         if isinstance(output, tuple):
             value, second = output[:2]
-            adds = not isinstance(module, PackedRouter) and site.count(".") > 1
-            if adds and isinstance(second, Tensor):
+            if site.endswith((".attention", ".mlp")) and isinstance(second, Tensor):
                 value = value + second
         else:
             value = output

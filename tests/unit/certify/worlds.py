@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,9 +52,18 @@ class World:
         return file_model(folder, self.backend.transformer.params_dtype, False)
 
 
-def make_world(family: str, folder: Path, flags: str, *, layout: Any, seed: int = 1) -> World:
+def make_world(
+    family: str,
+    folder: Path,
+    flags: str,
+    *,
+    layout: Any,
+    seed: int = 1,
+    changes: Mapping[str, Any] | None = None,
+) -> World:
+    """changes: of config.json."""
     if not folder.exists():
-        make_tiny_model(family, folder, seed=seed, num_hidden_layers=2)
+        make_tiny_model(family, folder, seed=seed, **{"num_hidden_layers": 2, **(changes or {})})
     config = settings(str(folder), flags)
     backend = MegatronBackend(config, layout, total_steps=3)
     dtype = config.megatron.transformer.params_dtype
