@@ -571,7 +571,8 @@ class LayerCauses:
         for path, module, name in self._settings(int):
             if name == "topk_group":
                 chosen = getattr(module, name)
-                for value in range(1, 2 * chosen + 1):
+                groups = getattr(module, "num_group", getattr(module, "n_group", chosen))
+                for value in range(1, groups + 1):
                     text = f"{value} groups of experts are open in {path}, the reference's {chosen}"
                     if value != chosen:
                         yield Change("router groups", text, attributes=((module, name, value),))
