@@ -119,6 +119,11 @@ class RunConfig(ConfigGroups):
         )
 
     @property
+    def sends_adapter(self) -> bool:
+        """Whether servers get a LoRA adapter instead of whole weights."""
+        return self.lora.lora_rank > 0 and self.lora.lora_sync == "adapter"
+
+    @property
     def virtual_stages(self) -> int | None:
         """Model chunks on each pipeline rank; None without the interleaved schedule."""
         return self.parallel.num_virtual_stages_per_pipeline_rank

@@ -6,6 +6,8 @@ from pathlib import Path
 
 from arguments.sglang_install import fields_of
 
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that --max-lora-rank takes
+
 
 def engine_fields(vllm: Path) -> set[str]:
     """Arguments of a server: of its engine and of its HTTP side; switches also with "no_"."""

@@ -39,7 +39,7 @@ from slime_like.servers.router import Router
 from slime_like.servers.server_api import ServerApi
 from slime_like.servers.server_pool import HealthSettings, ServerPool
 from slime_like.sglang.api import SglangApi
-from slime_like.weight_sync.settings import UpdateSettings
+from slime_like.weight_sync.settings import AdapterSettings, UpdateSettings
 from slime_like.weight_sync.updater import WeightUpdater
 from slime_like.weights.buckets import views
 from slime_like.weights.export_plan import TensorPlan
@@ -176,6 +176,7 @@ class FakeServer:
         if "quantization_config" in (Path(model) / "config.json").read_text():
             self._coded = stored_format(model)
         self._taken: dict[str, torch.Tensor] = {}
+        self.adapters: dict[str, LocalEngine] = {}  # by name, each with its merged weights
         self._in_session = False
         self._groups: dict[str, dist.ProcessGroupGloo] = {}
         self._scheduler = threading.Lock()
@@ -285,6 +286,21 @@ class FakeServer:
         elif handler.path == "/update_weights_from_tensor":
             self.take(body)
             handler.reply(200, b'{"success": true, "message": ""}')
+        elif handler.path == "/load_lora_adapter_from_tensors":
+            self.load_adapter(handler, body["lora_name"], body["config_dict"], _tensors(body))
+        elif handler.path == "/load_lora_adapter":
+            folder = Path(body["lora_path"])
+            config = json.loads((folder / "adapter_config.json").read_text())
+            tensors = load_file(folder / "adapter_model.safetensors")
+            self.load_adapter(handler, body["lora_name"], config, tensors)
+        elif handler.path == "/unload_lora_adapter":
+            known = self.adapters.pop(body["lora_name"], None) is not None
+            words = "" if known else f"LoRA with name {body['lora_name']} does not exist"
+            answer = {"success": known, "error_message": words}
+            handler.reply(200 if known else 400, json.dumps(answer).encode())
+        elif handler.path == "/update_weight_version":
+            self.version = body["new_version"]
+            handler.reply(200, b'{"success": true, "message": ""}')
         elif handler.path == "/workers":
             self.workers.append(body["url"])
             handler.reply(202, b"{}")
@@ -310,14 +326,36 @@ class FakeServer:
         del self.workers[int(handler.path.rsplit("/", 1)[1])]
         handler.reply(202, b"{}")
 
+    def load_adapter(
+        self, handler: Handler, name: str, config: Any, tensors: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Beside the base model. As SGLang with strict loading, refuses names that it does not
+        know."""
+        weights = dict(weights_of(self.model))
+        left = dict(tensors)
+        for target in {key.rpartition(".lora_")[0] for key in tensors}:
+            a, b = (left.pop(f"{target}.lora_{half}.weight") for half in "AB")
+            weight = f"{target.removeprefix('base_model.model.')}.weight"
+            if weight not in weights:
+                left[target] = a
+                continue
+            scale = config["lora_alpha"] / config["r"]
+            weights[weight] = weights[weight] + scale * (b.float() @ a.float())
+        problem = f"{name} is already loaded" if name in self.adapters else None
+        if left:
+            problem = f"unknown: {sorted(left)}"
+        if problem is not None:
+            answer = {"success": False, "error_message": problem}
+            handler.reply(400, json.dumps(answer).encode())
+            return
+        engine = LocalEngine(self.model, None)
+        engine.update_weights(iter(weights.items()), 1)
+        self.adapters[name] = engine
+        handler.reply(200, b'{"success": true, "error_message": ""}')
+
     def take(self, body: Any) -> None:
         """A bucket of weights; all of them are loaded with the last one."""
-        (bucket,) = (
-            pickle.loads(base64.b64decode(words)) for words in body["serialized_named_tensors"]
-        )
-        for entry in bucket["metadata"]:
-            part = bucket["flattened_tensor"][entry.start_idx : entry.end_idx]
-            self._taken[entry.name] = part.view(entry.dtype).reshape(entry.shape)
+        self._taken |= _tensors(body)
         if "weight_version" in body:
             self.spoil(self._taken)
             with self._lock:
@@ -382,8 +420,11 @@ class FakeServer:
             assert self.images is not None
             ids = self.images.expand(ids, self.images.token_counts(images))
         request = GenerateRequest(0, tuple(ids), words.get("sampling_seed", 0), images)
+        engine = self.engine
+        if "lora_path" in body:
+            engine = self.adapters[body["lora_path"]]
         with self._lock:
-            if not self.engine._weights_complete:
+            if not engine._weights_complete:
                 return {
                     "text": "",
                     "output_ids": [],
@@ -395,7 +436,7 @@ class FakeServer:
                         }
                     },
                 }
-            output = self.engine.generate([request], sampling)[0]
+            output = engine.generate([request], sampling)[0]
             scores = (
                 self.engine.prompt_log_probs([request.prompt_tokens])[0]
                 if body.get("logprob_start_len") == 0
@@ -483,6 +524,8 @@ class FakeServer:
         }
 
     def _refusal(self, body: Any) -> str | None:
+        if body.get("lora_path") not in (None, *self.adapters):
+            return f"adapter that has never been loaded: {body['lora_path']}"
         if any(token >= self.engine._vocab_size for token in body.get("token_ids_logprob", ())):
             return f"out-of-vocabulary token id; valid range is [0, {self.engine._vocab_size})."
         return "no tokenizer" if "text" in body and self.tokenizer is None else None
@@ -494,6 +537,19 @@ class FakeServer:
             pass
         handler.close_connection = handler.close_connection or self.ended.is_set()
         return self.ended.is_set()
+
+
+def _tensors(body: Any) -> dict[str, torch.Tensor]:
+    """Of a bucket."""
+    (bucket,) = (
+        pickle.loads(base64.b64decode(words)) for words in body["serialized_named_tensors"]
+    )
+    return {
+        entry.name: bucket["flattened_tensor"][entry.start_idx : entry.end_idx]
+        .view(entry.dtype)
+        .reshape(entry.shape)
+        for entry in bucket["metadata"]
+    }
 
 
 @contextlib.contextmanager
@@ -522,11 +578,13 @@ def engine_of(
     check_updates: bool = False,
     left_out: Sequence[str] = (),
     api: ServerApi | None = None,
+    adapter: AdapterSettings | None = None,
 ) -> Iterator[SglangEngine]:
     """An engine that asks `servers`;
 
     Args:
         api: Theirs, if it is not SGLang's.
+        adapter: They get adapters.
         synced: They have the model's weights, as version 1.
         delta: They get changes of weights; settings of these.
     """
@@ -549,6 +607,7 @@ def engine_of(
             timeout_s=update_timeout_s,
             keep_copy=keep_copy,
             delta=delta is not None,
+            adapter=adapter,
             **(delta or {}),
         ),
         model,
@@ -566,6 +625,7 @@ def engine_of(
         left_out=left_out,
         colocated=colocated,
         routed_experts=routed_experts,
+        takes_adapter=adapter is not None,
     )
     try:
         if synced:

@@ -10,6 +10,7 @@ from arguments.hf.settings_file import read_settings
 from slime_like.text import shown
 
 ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 # key -> values without effect; any other value would change the result and is rejected
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "fan_in_fan_out": (False,),

@@ -50,6 +50,13 @@ def folder_quantization(folder: str) -> Quantization | None:
         raise ValueError(f"{path}: {error}") from error
 
 
+def has_quantized_weights(folder: str | None) -> bool:
+    try:
+        return folder is not None and folder_quantization(folder) is not None
+    except ValueError:  # which read_hf_model reports
+        return False
+
+
 def read_quantization(given: Mapping[str, object] | None) -> Quantization | None:
     """Parse a `quantization_config`; None if weights are not quantised. Raises ValueError naming
     the unsupported value and the legal ones."""

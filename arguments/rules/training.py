@@ -6,13 +6,16 @@ import re
 from pathlib import Path
 
 from arguments.critic_layout import critic_parallel, layout_flags
+from arguments.hf.lora_modules import absent_modules, target_modules
 from arguments.hf.model import HfModel, read_hf_model
 from arguments.hf.peft_adapter import read_adapter_config
+from arguments.hf.quantization import has_quantized_weights
 from arguments.megatron_configs import INITIAL_LOSS_SCALE
 from arguments.rules.algorithm import has_critic
 from arguments.rules.base import Rule, Settings, Warn, problem
 from arguments.schema.lora import LATENT_ATTENTION, MIXTRAL_MLP, MLP, TARGETS, UNEMBEDDING
 from arguments.untested import FLAG
+from arguments.vllm_install import LORA_RANKS
 from slime_like.config import ConfigError, Problem, flag_name
 from slime_like.engines.registry import engine_traits
 from slime_like.weights.families import model_families
@@ -196,9 +199,13 @@ def check_lora_targets(s: Settings) -> list[Problem]:
         model = read_hf_model(folder)
     except ConfigError:  # reported where the model is read
         return []
-    absent = _absent_modules(model)
+    absent = absent_modules(model)
     tied = not model.gpt["untie_embeddings_and_output_weights"]
-    merged_on_servers = engine_traits(s.rollout.rollout_engine).has_servers and s.generates
+    merged_on_servers = (
+        engine_traits(s.rollout.rollout_engine).has_servers
+        and s.generates
+        and s.lora.lora_sync == "merged"
+    )
     problems = []
     for name in names:
         if name in absent:
@@ -208,27 +215,70 @@ def check_lora_targets(s: Settings) -> list[Problem]:
         if TARGETS[name] == UNEMBEDDING and tied and merged_on_servers:
             message = (
                 "shares its weight with the embedding in this model (tie_word_embeddings), so "
-                "SGLang cannot load the merged weight; remove it, or use --rollout-engine local"
+                "SGLang cannot load the merged weight; remove it, or use --lora-sync adapter or "
+                "--rollout-engine local"
             )
             problems += problem("lora_target_modules", name, message)
     return problems
 
 
-def _absent_modules(model: HfModel) -> tuple[str, ...]:
-    """Names in `TARGETS` that do not occur in this architecture."""
-    parameters = model_families.get(model.architecture).parameters.values()
-    others = MLP if any(".w1." in str(mapping) for mapping in parameters) else MIXTRAL_MLP
-    if not model.transformer.get("multi_latent_attention"):
-        stacked = any("gate_up_proj" in str(mapping) for mapping in parameters)
-        if not model.transformer["gated_linear_unit"]:
-            return (*LATENT_ATTENTION, *others, MLP[0])
-        return (*LATENT_ATTENTION, *others, *(MLP[:2] if stacked else ()))
-    queries = ("q_proj",) if model.transformer["q_lora_rank"] else ("q_a_proj", "q_b_proj")
-    if not model.transformer.get("linear_decay_per_channel"):
-        return (*queries, "k_proj", "v_proj", *MIXTRAL_MLP)
-    # delta nets have q_proj to v_proj; Kimi-Linear has the names of either MLP, GLM-5.3 only MLP's
-    own = tuple(name for name in queries if name in LATENT_ATTENTION)
-    return own if others == MLP else (*own, *others)
+def check_lora_sync(s: Settings) -> list[Problem]:
+    """Servers can hold the adapters beside their base model."""
+    if not s.lora.lora_rank or s.lora.lora_sync != "adapter":
+        return []
+    engine = s.rollout.rollout_engine
+    problems: list[str] = []
+    if not (engine_traits(engine).takes_adapters and s.generates):
+        message = "requires --rollout-engine sglang or vllm, and a run that generates responses"
+        return problem("lora_sync", "adapter", message)
+    if s.sglang.update_weight_mode == "delta":
+        problems.append("sends adapters whole; remove --update-weight-mode delta")
+    if engine == "vllm" and s.sglang.update_weight_transport != "disk":
+        problems.append("with vLLM requires --update-weight-transport disk; add it")
+    if s.sglang.colocate or s.sglang.offload_rollout:
+        problems.append(
+            "requires servers that keep their base model: remove --colocate and --offload-rollout"
+        )
+    if engine == "vllm" and s.lora.lora_rank > LORA_RANKS[-1]:
+        problems.append(f"vLLM serves adapters of a rank of at most {LORA_RANKS[-1]}")
+    if str((s.sglang.sglang_server_flags or {}).get("dp_size", 1)) != "1":
+        problems.append("requires servers without data parallelism; remove --sglang-dp-size")
+    if s.model.hf_checkpoint is not None:
+        try:
+            problems += _unserved_adapters(s, read_hf_model(s.model.hf_checkpoint))
+        except ConfigError:  # reported where the model is read
+            return []
+    return [p for words in problems for p in problem("lora_sync", "adapter", words)]
+
+
+def _unserved_adapters(s: Settings, model: HfModel) -> list[str]:
+    """What servers do not compute, or what no test has compared with the trainer."""
+    merged = "; use --lora-sync merged"
+    names = [name for name in s.lora.lora_target_modules if name in TARGETS]
+    modules = set(target_modules(names, model))
+    problems = []
+    experts = modules.intersection((*MLP, *MIXTRAL_MLP))
+    if model.transformer.get("num_moe_experts") and experts:
+        problems.append(
+            f"servers apply no adapters to experts ({', '.join(sorted(experts))}): use "
+            "--lora-target-modules attn, or --lora-sync merged"
+        )
+    elif not s.machine.cuda and experts and s.rollout.rollout_engine == "sglang":
+        size = model.transformer["ffn_hidden_size"]
+        if size % (32 * s.sglang.rollout_num_gpus_per_engine):
+            problems.append(
+                f"without a GPU SGLang pads an MLP of {size} units, and no adapter of it: use "
+                "--lora-target-modules attn, or --lora-sync merged"
+            )
+    if modules.intersection(LATENT_ATTENTION):
+        problems.append(f"servers apply no adapters to multi-latent attention{merged}")
+    if model.transformer.get("linear_attention_freq"):
+        problems.append(f"servers apply no adapters to linear attention{merged}")
+    if model_families.get(model.architecture).vision is not None:
+        problems.append(f"adapters of models that see are not sent to servers{merged}")
+    if has_quantized_weights(s.model.hf_checkpoint):
+        problems.append(f"the servers' base model is quantised, and the trainer's is not{merged}")
+    return problems
 
 
 def check_lora_adapter_path(s: Settings) -> list[Problem]:
@@ -279,6 +329,7 @@ def warn_lora_overlap(s: Settings) -> str | None:
 LORA_RULES: tuple[Rule, ...] = (
     check_lora_base,
     check_lora_targets,
+    check_lora_sync,
     check_lora_adapter_path,
     check_critic_lora,
 )

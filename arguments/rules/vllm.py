@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 
-from arguments.hf.quantization import folder_quantization
+from arguments.hf.quantization import has_quantized_weights
 from arguments.rules.base import Rule, Settings, problem
 from arguments.rules.sglang import gpus_of_servers, unknown_settings
 from arguments.sglang_install import folder_of, interpreter
@@ -52,7 +52,7 @@ def check_vllm_limits(s: Settings) -> list[Problem]:
     if s.data.multimodal_keys is not None:
         message = "not supported with --rollout-engine vllm; use sglang or local"
         problems += problem("multimodal_keys", None, message)
-    if _has_quantized_weights(s.model.hf_checkpoint):
+    if has_quantized_weights(s.model.hf_checkpoint):
         message = (
             "is quantised, and weight updates of --rollout-engine vllm are not; use sglang or a "
             "folder in bf16"
@@ -64,13 +64,6 @@ def check_vllm_limits(s: Settings) -> list[Problem]:
             "rollout_num_gpus_per_engine", s.sglang.rollout_num_gpus_per_engine, message
         )
     return problems
-
-
-def _has_quantized_weights(folder: str | None) -> bool:
-    try:
-        return folder is not None and folder_quantization(folder) is not None
-    except ValueError:  # which read_hf_model reports
-        return False
 
 
 def check_vllm_installation(s: Settings) -> list[Problem]:

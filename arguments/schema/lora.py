@@ -53,6 +53,15 @@ class LoraConfig(CheckedSettings):
         aliases=("--target-modules",),
         needs="lora_rank",
     )
+    lora_sync: str = arg(
+        "merged",
+        "What servers get. merged: the weights with the adapter added, rounded to the model's "
+        "dtype. adapter: the adapter alone, which servers apply beside their own base model: "
+        "nothing is rounded, an update has megabytes, and servers do not pause. Needs servers "
+        "started with --enable-lora, as a run starts them.",
+        choices=("merged", "adapter"),
+        needs="lora_rank",
+    )
     lora_adapter_path: str | None = arg(
         None,
         "Initial adapter: a folder in PEFT format with the same rank, alpha and target modules. "

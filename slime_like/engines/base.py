@@ -119,6 +119,8 @@ class RolloutEngine:
     # True: with a quantised --hf-checkpoint, weights arrive in its quantised format
     takes_quantized: bool = False
     takes_prediction_layers: bool = False
+    # True: it holds the base model, and a LoRA policy's weights arrive as its adapter
+    takes_adapter: bool = False
     # True: other processes hold the weights, and `probe` shows whether they are the trainer's
     is_remote: bool = False
 

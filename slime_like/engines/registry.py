@@ -39,6 +39,7 @@ class EngineTraits:
     has_servers: bool = False
     aborts_requests: bool = False  # a single request can be aborted
     takes_quantized: bool = False  # weights arrive in the quantised format of --hf-checkpoint
+    takes_adapters: bool = False  # with --lora-sync adapter weights arrive as a LoRA adapter
 
 
 EngineFactory = Callable[[EngineContext], "RolloutEngine"]
@@ -78,5 +79,7 @@ rollout_engines.add_lazy(
     "sglang", f"{_HERE}.sglang.factory:make_sglang_engine", help="SGLang servers."
 )
 rollout_engines.add_lazy("vllm", f"{_HERE}.vllm.factory:make_vllm_engine", help="vLLM servers.")
-_traits["vllm"] = EngineTraits(has_servers=True, aborts_requests=True)
-_traits["sglang"] = EngineTraits(has_servers=True, aborts_requests=True, takes_quantized=True)
+_traits["vllm"] = EngineTraits(has_servers=True, aborts_requests=True, takes_adapters=True)
+_traits["sglang"] = EngineTraits(
+    has_servers=True, aborts_requests=True, takes_quantized=True, takes_adapters=True
+)

@@ -45,6 +45,7 @@ class ServedEngine(RolloutEngine):
         left_out: Parts of the names of weights that updates leave as servers have loaded them.
         routed_experts: Format of routed experts, None for a dense model.
         agent: On the first rank of every other node, the agent of its servers.
+        takes_adapter: Servers keep the base model, and updates are adapters.
     """
 
     def __init__(
@@ -59,8 +60,10 @@ class ServedEngine(RolloutEngine):
         colocated: bool = False,
         routed_experts: RoutesFormat | None = None,
         agent: NodeAgent | None = None,
+        takes_adapter: bool = False,
     ) -> None:
         self.serves_all_ranks = self.is_remote = True
+        self.takes_adapter = takes_adapter
         self.pool = pool
         self._updater = updater
         self._agent = agent
@@ -108,7 +111,7 @@ class ServedEngine(RolloutEngine):
 
     def pause(self) -> None:
         """Pause generation. Requests stay on the servers: their KV cache is recomputed with the new
-        weights after `resume`."""
+        weights after `resume`. With adapters servers go on: a request keeps its adapter."""
         self._paused = True
         self._pause_servers()
 
@@ -158,7 +161,7 @@ class ServedEngine(RolloutEngine):
                 worker.version = None
         self._pause_servers()
         first = not self._metrics
-        if first and self._check_updates:
+        if first and self._check_updates and not self.takes_adapter:
             noise = self.pool.api.noise
             if self._left_out:
                 noise = replace(noise, body={**noise.body, "skip_tensor_list": self._left_out})
@@ -169,7 +172,8 @@ class ServedEngine(RolloutEngine):
             logger.warning(f"weights of version {version} did not reach every engine: {incomplete}")
             # servers stay paused until the next attempt: none may generate with partial weights
             return False
-        compare_with_checkpoint(sent.shapes, self._hf_checkpoint)
+        if not self.takes_adapter:  # servers check the names and shapes of an adapter
+            compare_with_checkpoint(sent.shapes, self._hf_checkpoint)
         workers = check_versions(self.pool, sent.workers, version)
         if first or self._check_updates:
             check_equal_weights(self.pool, workers)
@@ -186,11 +190,11 @@ class ServedEngine(RolloutEngine):
         return True
 
     def _pause_servers(self) -> None:
-        if self.pool is not None:
+        if self.pool is not None and not self.takes_adapter:
             self._call_all(self.pool.api.pause)
 
     def _resume_servers(self) -> None:
-        if self.pool is not None:
+        if self.pool is not None and not self.takes_adapter:
             self._call_all(self.pool.api.resume)
 
     def _call_all(self, call: ServerCall) -> None:
@@ -205,6 +209,7 @@ class ServedEngine(RolloutEngine):
         assert self.pool is not None
         workers = self.pool.ready()
         api = self.pool.api
+        adapter = self.pool.adapter
         legal = Legal(self._vocab_size, {self.pool.version})
 
         async def probe_all() -> list[list[GenerateOutput | BaseException]]:
@@ -213,6 +218,8 @@ class ServedEngine(RolloutEngine):
                 async def generate(worker: Worker, request: GenerateRequest) -> GenerateOutput:
                     rid = self._rank_zero_requests().new_id("probe")
                     body = api.generation_body(request, sampling, rid, self._settings.images)
+                    if adapter is not None:
+                        body = api.with_adapter(body, adapter.name)
                     url = worker.url + api.generate_path
                     limit = api.max_response_bytes(request, sampling)
                     answer = await post_once(client, url, body, self._settings.deadlines, limit)

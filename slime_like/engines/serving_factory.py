@@ -24,7 +24,7 @@ from slime_like.servers.requests import RequestSettings
 from slime_like.servers.router import Router
 from slime_like.servers.server_api import ServerApi
 from slime_like.servers.server_pool import HealthSettings, ServerPool
-from slime_like.weight_sync.settings import UpdateSettings
+from slime_like.weight_sync.settings import AdapterSettings, UpdateSettings
 from slime_like.weight_sync.updater import WeightUpdater
 
 
@@ -158,7 +158,11 @@ def request_settings(config: SglangConfig) -> RequestSettings:
     )
 
 
-def update_settings(config: SglangConfig) -> UpdateSettings:
+def update_settings(run: RunConfig) -> UpdateSettings:
+    config = run.sglang
+    adapter = None
+    if run.sends_adapter:
+        adapter = AdapterSettings(run.lora.lora_rank, run.lora.lora_alpha)
     assert config.update_weight_transport is not None, "completed when the command line is read"
     return UpdateSettings(
         transport=config.update_weight_transport,
@@ -170,4 +174,5 @@ def update_settings(config: SglangConfig) -> UpdateSettings:
         delta=config.update_weight_mode == "delta",
         local_dir=config.update_weight_local_checkpoint_dir,
         full_interval=config.update_weight_full_interval,
+        adapter=adapter,
     )

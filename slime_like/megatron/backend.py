@@ -32,6 +32,8 @@ from slime_like.megatron.factory import (
 from slime_like.megatron.forward_step import TokenComputation
 from slime_like.megatron.init import device_of_this_process
 from slime_like.megatron.lora import LoraNetwork, load_adapter, save_adapter
+from slime_like.megatron.lora.gather import factor_stream
+from slime_like.megatron.lora.rounding import MergeRounding
 from slime_like.megatron.micro_batching import MicroBatchSize, micro_batch_size
 from slime_like.megatron.moe import replay_disagreement, routing_metrics, select_stage_experts
 from slime_like.megatron.network import Network, PassOutput, SelectionSeed
@@ -80,6 +82,8 @@ class WeightReceiver(Protocol):
 
     takes_quantized: bool  # see `RolloutEngine`
     takes_prediction_layers: bool
+    takes_adapter: bool
+    weight_version: int
 
     def update_weights(self, weights: Iterator[tuple[str, Tensor]], version: int) -> None: ...
 
@@ -113,6 +117,9 @@ class MegatronBackend:
         self._bucket_bytes = config.sglang.update_weight_buffer_size
 
         self.policy = make_policy(config, layout, self.hf, total_steps=total_steps)
+        self._merge_rounding: MergeRounding | None = None
+        if isinstance(self.policy, LoraNetwork) and self.policy.config.params_dtype.itemsize < 4:
+            self._merge_rounding = MergeRounding(self.policy)
         self.adapter_shape = self._start_adapter(config.lora.lora_adapter_path)
         self.reference = make_reference(config, self.policy)
         self.averaged_policy = make_self_teacher(config, self.policy)
@@ -305,8 +312,15 @@ class MegatronBackend:
     def _quantized_weights(self) -> Mapping[str, QuantizedWeight]:
         return from_rank_zero(lambda: stored_format(str(self._hf_checkpoint)))
 
-    def sync_weights(self, engine: WeightReceiver, version: int) -> None:
-        """Sync the policy's weights to a rollout engine as version `version`."""
+    def sync_weights(self, engine: WeightReceiver, version: int) -> dict[str, float]:
+        """Sync the policy's weights, or its adapter, to a rollout engine as version `version`.
+        Returns metrics."""
+        if engine.takes_adapter:
+            assert isinstance(self.policy, LoraNetwork), "checked on the command line"
+            self.policy.finish_updates()
+            factors = factor_stream(self.policy, bucket_bytes=self._bucket_bytes)
+            engine.update_weights(factors, version)
+            return {}
         weights: Iterator[tuple[str, Tensor]] = self.export_weights(
             quantized=engine.takes_quantized
         )
@@ -315,6 +329,9 @@ class MegatronBackend:
             unused = untrained_prefixes(self.hf)
             weights = (pair for pair in weights if not pair[0].startswith(unused))
         engine.update_weights(weights, version)
+        if self._merge_rounding is None or engine.weight_version != version:  # to be repeated
+            return {}
+        return self._merge_rounding.measure()
 
     def _start_adapter(self, path: str | None) -> dict[str, object]:
         """Load the initial adapter from `path`, if given; returns settings that identify adapter

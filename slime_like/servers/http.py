@@ -232,10 +232,20 @@ class ControlClient:
         timeout_s: float,
         method: str = "POST",
         max_bytes: int = ANSWER_BYTES,
+        reads_object: bool = True,
     ) -> dict[str, object]:
-        """Send a request; returns the response object, {} for an empty body or null. timeout_s:
-        total. Raises RequestFailed, also for a response with `"success": false`."""
+        """Send a request; returns the response object, {} for an empty body or null.
+
+        Args:
+            timeout_s: In all.
+            reads_object: Otherwise the status tells all, and {} is returned.
+
+        Raises:
+            RequestFailed: Also for a response with `"success": false`.
+        """
         answer = self._bytes(url, body, timeout_s, method, max_bytes)
+        if not reads_object:
+            return {}
         try:
             value = from_json(answer) if answer.strip() else None
         except ValueError as error:

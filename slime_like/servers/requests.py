@@ -9,7 +9,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import httpx
 
@@ -136,8 +136,10 @@ class ServerRequests:
     ) -> GenerateOutput:
         avoid: set[str] = set()
         unknown = sampling.report_routed_experts or sampling.report_sampling_mask
+        unknown = unknown or self._pool.adapter is not None
         if unknown and self._pool.router is not None:
-            # the router drops fields that it does not know, such as the request for routed experts
+            # the router drops fields that it does not know, such as the request for routed experts,
+            # and an adapter must not be lost
             avoid.add(self._pool.router.url)
 
         async def attempt(number: int) -> GenerateOutput:
@@ -175,11 +177,19 @@ class ServerRequests:
         api = self._pool.api
         body = api.generation_body(request, sampling, rid, self._settings.images)
         limit = api.max_response_bytes(request, sampling, self._token_bytes(sampling))
-        answer = await self._post(client, url, worker, body, limit, avoid)
+        with self._pool.current_adapter() as adapter:
+            if adapter is not None:
+                oldest = adapter.version
+                body = api.with_adapter(body, adapter.name)
+            answer = await self._post(client, url, worker, body, limit, avoid)
         versions = {v for v in self.sent if v >= oldest}
         legal = Legal(self._vocab_size, versions, self._routed_experts)
         try:
-            return api.read_generation(answer, request, sampling, rid, legal)
+            output = api.read_generation(answer, request, sampling, rid, legal)
+            if adapter is None:
+                return output
+            # the request kept its adapter, whatever version the server came to report
+            return replace(output, weight_versions=(oldest,) * len(output.tokens))
         except WrongWeightVersion as error:
             self.counts["wrong_version"] += 1
             if worker is None:

@@ -26,6 +26,7 @@ class ServerCall:
 
     path: str
     body: Mapping[str, object] = field(default_factory=dict)
+    answers_text: bool = False  # not an object
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +145,37 @@ class ServerApi(ABC):
             flat: Its bytes; on a GPU they must stay alive until the server has answered.
             ranks: Ranks of the server, each of which takes it.
         """
+
+    # --- adapters beside the base model, of engines with the trait `takes_adapters`
+
+    def with_adapter(self, body: dict[str, object], name: str) -> dict[str, object]:
+        """The body of a request that is served with this adapter."""
+        raise NotImplementedError
+
+    def adapter_bucket(
+        self, name: str, config: Mapping[str, object], bucket: Bucket, ranks: int
+    ) -> ServerCall:
+        """An adapter in the request itself.
+
+        Args:
+            config: PEFT's adapter_config.json.
+            bucket: All factors by PEFT's names, in host memory.
+            ranks: Ranks of the server.
+        """
+        raise NotImplementedError
+
+    def adapter_folder(self, name: str, folder: Path) -> ServerCall:
+        """An adapter in a folder of PEFT's format."""
+        raise NotImplementedError
+
+    def unload_adapter(self, name: str) -> ServerCall:
+        raise NotImplementedError
+
+    def set_version(self, version: int) -> ServerCall:
+        """The server reports this version from now on."""
+        raise NotImplementedError
+
+    # --- broadcasts
 
     @abstractmethod
     def join(self, group: JoinGroup) -> ServerCall: ...

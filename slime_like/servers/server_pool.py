@@ -8,7 +8,8 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -49,6 +50,14 @@ class Worker:
 
 
 @dataclass(frozen=True, slots=True)
+class ServedAdapter:
+    """A LoRA adapter on the servers, beside the base model."""
+
+    name: str  # by which requests ask for it
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
 class HealthSettings:
     """Health checks."""
 
@@ -82,6 +91,9 @@ class ServerPool:
         self.health = health
         self.lock = threading.RLock()
         self.version = -1  # weight version that requests are served with
+        # the adapter of new requests; None: they are served with the servers' own weights
+        self.adapter: ServedAdapter | None = None
+        self.adapters_in_use: Counter[ServedAdapter] = Counter()  # requests of each, none at zero
         # Sends one server the latest weights and returns their version, None on failure; None: only
         # the next update of all servers can
         self.restore: Callable[[Worker], int | None] | None = None
@@ -140,6 +152,22 @@ class ServerPool:
             ", ".join(worker.url for worker in waiting),
         )
 
+    @contextlib.contextmanager
+    def current_adapter(self) -> Iterator[ServedAdapter | None]:
+        """The adapter of a request, which no server unloads within the block."""
+        with self.lock:
+            adapter = self.adapter
+            if adapter is not None:
+                self.adapters_in_use[adapter] += 1
+        try:
+            yield adapter
+        finally:
+            if adapter is not None:
+                with self.lock:
+                    self.adapters_in_use[adapter] -= 1
+                    if not self.adapters_in_use[adapter]:
+                        del self.adapters_in_use[adapter]
+
     def alive(self) -> list[Worker]:
         with self.lock:
             return [worker for worker in self.workers if worker.alive]
@@ -180,20 +208,27 @@ class ServerPool:
         timeout_s: float,
         method: str = "POST",
         max_bytes: int = ANSWER_BYTES,
+        reads_object: bool = True,
     ) -> dict[str, object]:
-        """A control call; returns the response object, {} for an empty body. Raises
-        RequestFailed."""
+        """A control call; see `ControlClient.call`. Raises RequestFailed."""
         return self._control.call(
             worker.url + path,
             body if body is not None else {},
             timeout_s=timeout_s,
             method=method,
             max_bytes=max_bytes,
+            reads_object=reads_object,
         )
 
     def post(self, worker: Worker, call: ServerCall, *, timeout_s: float) -> dict[str, object]:
         """Make a control call; as `call`."""
-        return self.call(worker, call.path, call.body, timeout_s=timeout_s)
+        return self.call(
+            worker,
+            call.path,
+            call.body,
+            timeout_s=timeout_s,
+            reads_object=not call.answers_text,
+        )
 
     def weight_version(self, worker: Worker) -> str:
         """The version that a server reports, as it was sent. Raises RequestFailed, also for an

@@ -13,7 +13,7 @@ from slime_like.images.processor import ImageProcessor
 from slime_like.servers.control_answers import Checksums, ServerInfo
 from slime_like.servers.server_api import JoinGroup, Legal, ServerApi, ServerCall, ServerSizes
 from slime_like.sglang import protocol
-from slime_like.sglang.tensor_bucket import tensor_update
+from slime_like.sglang.tensor_bucket import serialized, tensor_update
 from slime_like.weights.buckets import Bucket
 from slime_like.weights.export_plan import TensorPlan
 
@@ -82,6 +82,30 @@ class SglangApi(ServerApi):
         return ServerCall(
             "/update_weights_from_tensor", tensor_update(bucket, flat, version, ranks)
         )
+
+    def with_adapter(self, body: dict[str, object], name: str) -> dict[str, object]:
+        return {**body, "lora_path": name}
+
+    def adapter_bucket(
+        self, name: str, config: Mapping[str, object], bucket: Bucket, ranks: int
+    ) -> ServerCall:
+        body = {
+            "lora_name": name,
+            "config_dict": dict(config),
+            "serialized_named_tensors": serialized(bucket, bucket.flat, ranks),
+            "load_format": "flattened_bucket",
+        }
+        return ServerCall("/load_lora_adapter_from_tensors", body)
+
+    def adapter_folder(self, name: str, folder: Path) -> ServerCall:
+        return ServerCall("/load_lora_adapter", {"lora_name": name, "lora_path": str(folder)})
+
+    def unload_adapter(self, name: str) -> ServerCall:
+        return ServerCall("/unload_lora_adapter", {"lora_name": name})
+
+    def set_version(self, version: int) -> ServerCall:
+        body = {"new_version": str(version), "abort_all_requests": False}
+        return ServerCall("/update_weight_version", body)
 
     def join(self, group: JoinGroup) -> ServerCall:
         body = {

@@ -29,6 +29,18 @@ def tensor_update(bucket: Bucket, flat: Tensor, version: int, ranks: int) -> dic
         flat: Its bytes; on a GPU they must stay alive, see the module docstring.
         ranks: Server ranks, each of which opens its own entry.
     """
+    body: dict[str, Any] = {
+        "serialized_named_tensors": serialized(bucket, flat, ranks),
+        "load_format": "flattened_bucket",
+        "flush_cache": bucket.is_last,
+    }
+    if bucket.is_last:
+        body["weight_version"] = str(version)
+    return body
+
+
+def serialized(bucket: Bucket, flat: Tensor, ranks: int) -> list[str]:
+    """What each rank of a server opens; see `tensor_update`."""
     metadata: list[SimpleNamespace] = []
     start = 0
     for tensor in bucket.tensors:
@@ -42,17 +54,8 @@ def tensor_update(bucket: Bucket, flat: Tensor, version: int, ranks: int) -> dic
         start = end
     content = {"flattened_tensor": flat, "metadata": metadata}
     if goes_as_handle(flat):
-        entries = [_pickled(content, ForkingPickler) for _ in range(ranks)]
-    else:
-        entries = [_pickled(content, pickle.Pickler)] * ranks
-    body: dict[str, Any] = {
-        "serialized_named_tensors": entries,
-        "load_format": "flattened_bucket",
-        "flush_cache": bucket.is_last,
-    }
-    if bucket.is_last:
-        body["weight_version"] = str(version)
-    return body
+        return [_pickled(content, ForkingPickler) for _ in range(ranks)]
+    return [_pickled(content, pickle.Pickler)] * ranks
 
 
 def goes_as_handle(flat: Tensor) -> bool:

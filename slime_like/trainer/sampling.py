@@ -79,6 +79,8 @@ class Sampling:
         if self._rollouter is None:
             return {}
         metrics = self._rollouter.engine.take_metrics()
+        if self._weights is not None:
+            metrics |= self._weights.take_metrics()
         if self._trainer_memory is not None:
             metrics["perf/offloaded_gb"] = self._offloaded_gb
         self._release()

@@ -40,8 +40,13 @@ class _Model(StrictModel):
     max_model_len: int
 
 
+class _Lora(StrictModel):
+    max_lora_rank: int
+
+
 class _Config(StrictModel):
     parallel_config: _Parallel
+    lora_config: _Lora | None = None
     served: _Model = Field(alias="model_config")
 
 
@@ -111,6 +116,19 @@ class VllmApi(ServerApi):
         data = base64.b64encode(flat.numpy().tobytes()).decode()
         return _on_ranks("load_bytes", **_contents(bucket.tensors), data=data)
 
+    def with_adapter(self, body: dict[str, object], name: str) -> dict[str, object]:
+        return {**body, "model": name}
+
+    def adapter_folder(self, name: str, folder: Path) -> ServerCall:
+        body = {"lora_name": name, "lora_path": str(folder)}
+        return ServerCall("/v1/load_lora_adapter", body, answers_text=True)
+
+    def unload_adapter(self, name: str) -> ServerCall:
+        return ServerCall("/v1/unload_lora_adapter", {"lora_name": name}, answers_text=True)
+
+    def set_version(self, version: int) -> ServerCall:
+        return ServerCall("/update_weight_version", {"new_version": str(version)})
+
     def join(self, group: JoinGroup) -> ServerCall:
         return _on_ranks(
             "join",
@@ -141,7 +159,7 @@ def _has(version: int) -> tuple[ServerCall, ServerCall]:
     a server that fails in between has no version that it does not compute with."""
     return (
         ServerCall("/reset_prefix_cache?reset_running_requests=true"),
-        ServerCall("/update_weight_version", {"new_version": str(version)}),
+        VllmApi().set_version(version),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from arguments.vllm_install import LORA_RANKS
 from slime_like.servers.processes import command_line_of
 
 EXTENSION = "slime_like_vllm.WeightUpdates"
@@ -21,6 +22,8 @@ SERVER_SETTINGS: Mapping[str, object] = {
     "worker_extension_cls": EXTENSION,
     "enable_scale_out": True,  # /inference/v1/generate
 }
+# With adapters: the endpoints that load them.
+ADAPTER_VARIABLES: Mapping[str, str] = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
 # Defaults on a machine without a GPU; the user's flags and variables override them.
 CPU_SETTINGS: Mapping[str, object] = {"enforce_eager": True, "max_num_seqs": 64}
 _CPU_VARIABLES: Mapping[str, str] = {
@@ -39,8 +42,13 @@ def server_command(
     dtype: str,
     cuda: bool,
     overrides: Mapping[str, object],
+    lora_rank: int = 0,
 ) -> tuple[str, ...]:
-    """overrides: the user's --vllm flags, which override ours."""
+    """
+    Args:
+        overrides: The user's --vllm flags, which override ours.
+        lora_rank: Of adapters that the server gets; 0: it gets none.
+    """
     settings: dict[str, object] = {
         "model": model,
         "host": host,
@@ -50,7 +58,7 @@ def server_command(
         "disable_uvicorn_access_log": True,
     }
     settings |= {} if cuda else dict(CPU_SETTINGS)
-    settings |= dict(overrides) | dict(SERVER_SETTINGS)
+    settings |= adapter_settings(lora_rank) | dict(overrides) | dict(SERVER_SETTINGS)
     module = "vllm.entrypoints.openai.api_server"
     return (python, "-m", module, *command_line_of(settings))
 
@@ -60,8 +68,19 @@ def cpu_variables(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in _CPU_VARIABLES.items() if name not in environment}
 
 
-def by_hand(dtype: str) -> str:
+def adapter_settings(rank: int) -> dict[str, object]:
+    """Settings of a server that gets adapters of this rank: two at once, since requests keep theirs
+    over an update. 0: it gets none."""
+    if not rank:
+        return {}
+    largest = min(legal for legal in LORA_RANKS if legal >= rank)
+    return {"enable_lora": True, "max_lora_rank": largest, "max_loras": 2, "max_cpu_loras": 4}
+
+
+def by_hand(dtype: str, lora_rank: int = 0) -> str:
     """The start of a command line for a server of one's own."""
-    variables = " ".join(f"{name}={value}" for name, value in SERVER_VARIABLES.items())
-    flags = " ".join(command_line_of({"dtype": dtype, **SERVER_SETTINGS}))
+    needed = {**SERVER_VARIABLES, **(ADAPTER_VARIABLES if lora_rank else {})}
+    variables = " ".join(f"{name}={value}" for name, value in needed.items())
+    settings = {"dtype": dtype, **SERVER_SETTINGS, **adapter_settings(lora_rank)}
+    flags = " ".join(command_line_of(settings))
     return f"{variables} vllm serve FOLDER {flags}"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from slime_like.checked_json import InvalidResponse, read
 from slime_like.errors import RunError
 from slime_like.servers.http import CONTROL_S, RequestFailed
 from slime_like.servers.server_pool import ServerPool, Worker
 from slime_like.vllm.api import ServerInfo, VllmApi
-from slime_like.vllm.launch import EXTENSION, LOG_PROBS, by_hand
+from slime_like.vllm.launch import ADAPTER_VARIABLES, EXTENSION, LOG_PROBS, by_hand
 
 STATUS_NOT_FOUND = "status_404"
 
@@ -20,6 +21,7 @@ class Needs:
 
     dtype: str  # e.g. bfloat16
     length: int  # tokens of the longest prompt and response that the run asks for
+    lora_rank: int = 0  # of adapters that it gets
 
 
 def check_server(pool: ServerPool, worker: Worker, needs: Needs) -> None:
@@ -28,7 +30,7 @@ def check_server(pool: ServerPool, worker: Worker, needs: Needs) -> None:
     if problems:
         raise RunError(
             f"the engine {worker.url} lacks settings of --rollout-engine vllm: "
-            f"{'; '.join(problems)}. Start it with: {by_hand(needs.dtype)}"
+            f"{'; '.join(problems)}. Start it with: {by_hand(needs.dtype, needs.lora_rank)}"
         )
 
 
@@ -56,15 +58,26 @@ def _problems(pool: ServerPool, worker: Worker, needs: Needs) -> list[str]:
         )
     if info.parallel_config.worker_extension_cls != EXTENSION:
         problems.append(f"--worker-extension-cls must be {EXTENSION}")
-    if not _has_generate(pool, worker):
+    if not _has(pool, worker, VllmApi.generate_path):
         problems.append("it has no /inference/v1/generate (--enable-scale-out)")
+    if needs.lora_rank:
+        largest = 0 if info.lora_config is None else info.lora_config.max_lora_rank
+        if largest < needs.lora_rank:
+            problems.append(
+                f"--lora-sync adapter: --max-lora-rank is {largest}, must be at least "
+                f"{needs.lora_rank} (with --enable-lora)"
+            )
+        load = VllmApi().adapter_folder("", Path()).path
+        if not _has(pool, worker, load):
+            ((variable, value),) = ADAPTER_VARIABLES.items()
+            problems.append(f"--lora-sync adapter: it has no {load} ({variable}={value})")
     return problems
 
 
-def _has_generate(pool: ServerPool, worker: Worker) -> bool:
-    """Whether the path exists: then a GET is refused as the wrong method."""
+def _has(pool: ServerPool, worker: Worker, path: str) -> bool:
+    """Whether the path of a POST exists: then a GET is refused as the wrong method."""
     try:
-        pool.call(worker, VllmApi.generate_path, timeout_s=CONTROL_S, method="GET")
+        pool.call(worker, path, timeout_s=CONTROL_S, method="GET")
     except RequestFailed as failure:
         return failure.kind != STATUS_NOT_FOUND
     return True

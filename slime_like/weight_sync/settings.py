@@ -6,6 +6,14 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterSettings:
+    """Of a LoRA adapter that is sent unmerged."""
+
+    rank: int
+    alpha: float
+
+
+@dataclass(frozen=True, slots=True)
 class UpdateSettings:
     """Settings of weight updates."""
 
@@ -18,4 +26,6 @@ class UpdateSettings:
     keep_copy: bool = True  # with broadcast, keep a copy in host memory for servers that join late
     delta: bool = False  # send only what changed
     local_dir: str | None = None  # folder of this host's copy then, None: temporary
+    # servers hold the base model, and get adapters; None: they get the whole weights
+    adapter: AdapterSettings | None = None
     full_interval: int = 20  # number of updates from one full update to the next

@@ -36,7 +36,7 @@ class WeightSync:
         self._check = check
         self._check_always = check_always
         self._checked_once = False
-        self.metrics: dict[str, float] = {}  # metrics of the latest check
+        self._metrics: dict[str, float] = {}
 
     def sync(self, version: int) -> None:
         """Sync weights of this version, unless the engine has them. Raises RunError if it fails or
@@ -49,7 +49,7 @@ class WeightSync:
                 if attempt:
                     # if no server is left, waits for one to restart
                     self._engine.check_health()
-                self._backend.sync_weights(self._engine, version)
+                self._metrics |= self._backend.sync_weights(self._engine, version)
                 if self._engine.weight_version == version:
                     break
             else:
@@ -58,5 +58,11 @@ class WeightSync:
                     "attempts"
                 )
             if self._check is not None and (self._check_always or not self._checked_once):
-                self.metrics |= self._check.run(version)
+                self._metrics |= self._check.run(version)
                 self._checked_once = True
+
+    def take_metrics(self) -> dict[str, float]:
+        """Of updates and checks since the last call."""
+        metrics = self._metrics
+        self._metrics = {}
+        return metrics

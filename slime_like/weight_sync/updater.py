@@ -105,6 +105,10 @@ class WeightUpdater:
 
 
 def transport_of(settings: UpdateSettings) -> type[WeightTransport]:
+    if settings.adapter is not None:
+        from slime_like.weight_sync.transports.adapter import AdapterTransport
+
+        return AdapterTransport
     if settings.delta:
         from slime_like.weight_sync.transports.delta import DeltaTransport
 

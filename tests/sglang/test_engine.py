@@ -46,7 +46,7 @@ def engine_of(
     """
     Args:
         router: host:port.
-        more: Of the engine.
+        more: Of the engine; `adapter` of its updates.
     """
     behind = None if router is None else Router(f"http://{router}", None, 5.0)
     with engine_with(
@@ -65,7 +65,10 @@ def engine_with(
     try:
         pool.start()
         updater = WeightUpdater(
-            pool, UpdateSettings(transport, timeout_s=60), model, torch.device("cpu")
+            pool,
+            UpdateSettings(transport, timeout_s=60, adapter=more.pop("adapter", None)),
+            model,
+            torch.device("cpu"),
         )
         engine = SglangEngine(
             pool, updater, RequestSettings(), model, **({"check_updates": True} | more)

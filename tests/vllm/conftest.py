@@ -48,16 +48,19 @@ def expert_demo(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextlib.contextmanager
-def servers_of(variable: str, model: Path, logs: Path, count: int) -> Iterator[list[str]]:
+def servers_of(
+    variable: str, model: Path, logs: Path, count: int, *, lora_rank: int = 0
+) -> Iterator[list[str]]:
     """Addresses, host:port.
 
     Args:
         variable: Of the environment, which may name some that run.
+        lora_rank: Of adapters that they take.
     """
     if os.environ.get(variable):
         yield os.environ[variable].split()
         return
-    program = VllmProgram(PYTHON, str(model), "float32", cuda=False)
+    program = VllmProgram(PYTHON, str(model), "float32", cuda=False, lora_rank=lora_rank)
     slots = [Slot("127.0.0.1", port, gpus=1, first_gpu=0) for port in free_ports(count)]
     processes = [
         ServerProcess(Launch(program.command(s), logs / f"{s.port}.log", program.environment(s)))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from arguments.hf.lora_modules import target_modules
 from arguments.hf.model import read_hf_model
 from arguments.hf.moe import moe_layers
 from arguments.run_config import RunConfig
@@ -29,6 +30,7 @@ from slime_like.servers.launches import ServerProgram, Slot
 from slime_like.servers.processes import (
     LOOPBACK,
     Launch,
+    command_line_of,
     free_ports,
     router_command,
     server_command,
@@ -57,7 +59,7 @@ def make_sglang_engine(context: EngineContext) -> SglangEngine:
     device = context.device
     assert config.model.hf_checkpoint is not None
     model = config.model.hf_checkpoint
-    settings = update_settings(config.sglang)
+    settings = update_settings(config)
     python = interpreter(config.sglang.sglang_python)
     transport = without_broken_handles(settings.transport, python, device)
     settings = replace(settings, transport=transport)
@@ -78,7 +80,16 @@ def make_sglang_engine(context: EngineContext) -> SglangEngine:
         colocated=bool(config.sglang.offload_rollout),
         routed_experts=routes_format(config),
         agent=agent,
+        takes_adapter=config.sends_adapter,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterNeeds:
+    """Of adapters that servers get."""
+
+    rank: int
+    modules: tuple[str, ...]  # last components of the names of adapted modules
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +103,7 @@ class SglangProgram(ServerProgram):
     longest_mask: int | None = None  # tokens of a sampling mask, if they are reported
     overrides: Mapping[str, object] = field(default_factory=dict)  # the user's --sglang flags
     tower: str | None = None  # of a run with images: "frozen" or "trained"
+    adapter: AdapterNeeds | None = None  # servers get adapters
 
     def command(self, slot: Slot) -> tuple[str, ...]:
         settings: dict[str, object] = {}
@@ -114,6 +126,9 @@ class SglangProgram(ServerProgram):
             settings[ROUTES_SETTING] = True
         if self.longest_mask is not None:
             settings.setdefault(MASKS_SETTING, self.longest_mask)
+        if self.adapter is not None:
+            for name, value in adapter_settings(self.adapter, cuda=self.cuda).items():
+                settings.setdefault(name, value)
         if self.tower == "frozen" and settings.get("enable_memory_saver"):
             # updates would not bring back the part that they leave out
             settings["enable_weights_cpu_backup"] = True
@@ -139,6 +154,7 @@ class SglangKind(ServerKind):
             longest_mask(config),
             config.sglang.sglang_server_flags or {},
             None if vision is None else "trained" if vision.trained else "frozen",
+            adapter_needs(config),
         )
 
     def router(self, config: SglangConfig, logs: Path) -> Router | None:
@@ -153,6 +169,8 @@ class SglangKind(ServerKind):
                 variable,
                 value,
             )
+        if (needs := adapter_needs(config)) is not None:
+            require_adapters(pool, needs)
         if config.rollout.use_rollout_routing_replay:
             require_routed_experts(pool)
         if (longest := longest_mask(config)) is not None:
@@ -165,6 +183,40 @@ def longest_mask(config: RunConfig) -> int | None:
         return None
     assert config.rollout.rollout_top_k > 0, "checked on the command line"
     return config.rollout.rollout_top_k
+
+
+def adapter_needs(config: RunConfig) -> AdapterNeeds | None:
+    """None if servers get whole weights."""
+    if not config.sends_adapter:
+        return None
+    model = read_hf_model(str(config.model.hf_checkpoint))
+    modules = target_modules(config.lora.lora_target_modules, model)
+    return AdapterNeeds(config.lora.lora_rank, modules)
+
+
+def adapter_settings(needs: AdapterNeeds, *, cuda: bool) -> dict[str, object]:
+    """Server settings. An adapter with names that the server does not know is then refused, where
+    SGLang otherwise ignores them."""
+    settings: dict[str, object] = {
+        "enable_lora": True,
+        "lora_strict_loading": True,
+        "max_lora_rank": needs.rank,
+        "lora_target_modules": list(needs.modules),
+    }
+    return settings if cuda else settings | {"lora_backend": "torch_native"}
+
+
+def require_adapters(pool: ServerPool, needs: AdapterNeeds) -> None:
+    """Raise RunError naming a server that does not take such adapters."""
+    flags = command_line_of(adapter_settings(needs, cuda=True))
+    for url, info in _settings_of_servers(pool, "lora_path"):
+        rank = info.get("max_lora_rank")
+        enabled = info.get("enable_lora") is True and info.get("lora_strict_loading") is True
+        if not enabled or not isinstance(rank, int) or rank < needs.rank:
+            raise RunError(
+                f"--lora-sync adapter: the engine {url} does not take adapters of rank "
+                f"{needs.rank}; start it with {' '.join(flags)}, or use --lora-sync merged"
+            )
 
 
 def left_out(config: RunConfig) -> tuple[str, ...]:

@@ -22,7 +22,12 @@ from slime_like.errors import RunError
 from slime_like.servers.launches import ServerProgram, Slot
 from slime_like.servers.server_pool import ServerPool
 from slime_like.vllm.api import VllmApi
-from slime_like.vllm.launch import SERVER_VARIABLES, cpu_variables, server_command
+from slime_like.vllm.launch import (
+    ADAPTER_VARIABLES,
+    SERVER_VARIABLES,
+    cpu_variables,
+    server_command,
+)
 from slime_like.vllm.server_check import Needs, check_server
 from slime_like.weight_sync.updater import WeightUpdater
 
@@ -33,7 +38,7 @@ def make_vllm_engine(context: EngineContext) -> VllmEngine:
     config = context.config
     assert config.model.hf_checkpoint is not None
     model = config.model.hf_checkpoint
-    settings = update_settings(config.sglang)
+    settings = update_settings(config)
     pool, updater, agent = start_servers(
         VllmKind(),
         config,
@@ -48,6 +53,7 @@ def make_vllm_engine(context: EngineContext) -> VllmEngine:
         model,
         check_updates=config.sglang.check_weight_update_equal,
         agent=agent,
+        takes_adapter=config.sends_adapter,
     )
 
 
@@ -58,6 +64,7 @@ class VllmProgram(ServerProgram):
     dtype: str  # e.g. bfloat16
     cuda: bool
     overrides: Mapping[str, object] = field(default_factory=dict)  # the user's --vllm flags
+    lora_rank: int = 0  # of adapters that servers get
 
     def command(self, slot: Slot) -> tuple[str, ...]:
         if slot.nodes > 1:
@@ -73,16 +80,18 @@ class VllmProgram(ServerProgram):
             dtype=self.dtype,
             cuda=self.cuda,
             overrides=self.overrides,
+            lora_rank=self.lora_rank,
         )
 
     def environment(self, slot: Slot) -> Mapping[str, str]:
+        variables = {**SERVER_VARIABLES, **(ADAPTER_VARIABLES if self.lora_rank else {})}
         if not self.cuda:
-            return cpu_variables(os.environ) | dict(SERVER_VARIABLES)
+            return cpu_variables(os.environ) | variables
         gpus = range(slot.first_gpu, slot.first_gpu + slot.gpus)
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         names = visible.split(",") if visible else None
         chosen = [str(gpu) if names is None else names[gpu] for gpu in gpus]
-        return {"CUDA_VISIBLE_DEVICES": ",".join(chosen)} | dict(SERVER_VARIABLES)
+        return {"CUDA_VISIBLE_DEVICES": ",".join(chosen)} | variables
 
 
 class VllmKind(ServerKind):
@@ -96,12 +105,18 @@ class VllmKind(ServerKind):
             dtype_of(config),
             device.type == "cuda",
             config.vllm.vllm_server_flags or {},
+            sent_rank(config),
         )
 
     def check(self, config: RunConfig, pool: ServerPool) -> None:
         length = (config.data.rollout_max_prompt_len or 1) + config.rollout.rollout_max_response_len
         for worker in pool.alive():
-            check_server(pool, worker, Needs(dtype_of(config), length))
+            check_server(pool, worker, Needs(dtype_of(config), length, sent_rank(config)))
+
+
+def sent_rank(config: RunConfig) -> int:
+    """Rank of the adapters that servers get; 0 if they get whole weights."""
+    return config.lora.lora_rank if config.sends_adapter else 0
 
 
 def dtype_of(config: RunConfig) -> str:

@@ -23,6 +23,17 @@ def gather_factors(
 ) -> Iterator[tuple[str, Tensor]]:
     """(name, full tensor) of every factor, in the network's order, on every rank. value: maps a
     parameter to the tensor to gather, e.g. its gradient."""
+    factors = itertools.chain.from_iterable(target.all_factors for target in network.targets)
+    full = dict(factor_stream(network, value))  # an adapter is small
+    return ((factor.name, full[factor.peft_name]) for factor in factors)
+
+
+def factor_stream(
+    network: LoraNetwork,
+    value: Callable[[torch.nn.Parameter], Tensor] = lambda p: p.detach(),
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+) -> WeightStream:
+    """(PEFT's name, full tensor) of every factor. value: see `gather_factors`."""
     layout = network.layout
     gpt = network.gpt
     local: dict[str, Tensor] = {}
@@ -43,7 +54,7 @@ def gather_factors(
                 shape=shard_shape(factor, layout, gpt),
                 dtype=dtype,
                 sharded=factor.dim is not None,
-                outputs=(TensorPlan(factor.name, factor.shape, dtype),),
+                outputs=(TensorPlan(factor.peft_name, factor.shape, dtype),),
             )
             parameters.append(parameter)
 
@@ -52,17 +63,15 @@ def gather_factors(
     ) -> None:
         factor = factors[parameter.name]
         full = shards[0] if factor.dim is None else torch.cat(list(shards), factor.dim)
-        outputs[factor.name].copy_(full[: factor.shape[0]])
+        outputs[factor.peft_name].copy_(full[: factor.shape[0]])
 
     plan = plan_buckets(
         parameters,
         find_senders(layout),
         network.base.sizes.experts // layout.ep_size,
-        DEFAULT_BUCKET_BYTES,
+        bucket_bytes,
     )
-    stream = WeightStream(plan, layout, network.device, lambda p: local[p.name], assemble)
-    full = dict(stream)  # an adapter is small
-    return ((name, full[name]) for name in factors)
+    return WeightStream(plan, layout, network.device, lambda p: local[p.name], assemble)
 
 
 @torch.no_grad()

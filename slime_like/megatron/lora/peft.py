@@ -16,6 +16,7 @@ from torch import Tensor
 from arguments.hf.model import read_hf_model
 from arguments.hf.peft_adapter import (
     ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
     PeftAdapter,
     adapter_config,
     read_adapter_config,
@@ -24,14 +25,13 @@ from slime_like.checkpoints.files import sync_path
 from slime_like.distributed.collectives import from_rank_zero, together
 from slime_like.megatron.lora.gather import gather_factors, set_factors
 from slime_like.megatron.lora.network import LoraNetwork
+from slime_like.megatron.lora.targets import PEFT_PREFIX, peft_name
 from slime_like.weights.families import EMBEDDING, LM_HEAD, model_families
 from slime_like.weights.hf_save import check_replaceable, replace_folder
 from slime_like.weights.mappings import VocabParallel
 from slime_like.weights.safetensors_reader import WeightFiles, listed
 from slime_like.weights.safetensors_writer import save_tensors
 
-WEIGHTS = "adapter_model.safetensors"
-PREFIX = "base_model.model."
 BASE_HEAD = "lm_head.base_layer"  # PEFT saves it with the factors of an output layer
 
 
@@ -42,7 +42,7 @@ def save_adapter(folder: str, network: LoraNetwork, base_model: str | None) -> N
     folder contains something other than an adapter; on every rank.
     """
     tensors = {
-        _peft_name(name): tensor.cpu().contiguous() for name, tensor in gather_factors(network)
+        peft_name(name): tensor.cpu().contiguous() for name, tensor in gather_factors(network)
     }
     modules = itertools.chain.from_iterable(target.modules for target in network.targets)
     config = adapter_config(
@@ -64,7 +64,7 @@ def load_adapter(folder: str, network: LoraNetwork, base_model: str) -> None:
 
     def read() -> dict[str, Tensor]:
         _check_config(folder, read_adapter_config(folder), network)
-        return _read_tensors(Path(folder) / WEIGHTS, network, base_model)
+        return _read_tensors(Path(folder) / ADAPTER_WEIGHTS, network, base_model)
 
     set_factors(network, together(read))
 
@@ -74,7 +74,7 @@ def _write(folder: Path, config: dict[str, object], tensors: dict[str, Tensor]) 
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.new")
     temporary.mkdir(parents=True)
     try:
-        save_tensors(temporary / WEIGHTS, tensors, {"format": "pt"})
+        save_tensors(temporary / ADAPTER_WEIGHTS, tensors, {"format": "pt"})
         (temporary / ADAPTER_CONFIG).write_text(
             json.dumps(config, indent=2) + "\n", encoding="utf-8"
         )
@@ -135,9 +135,5 @@ def read_output_layer(folder: str) -> Tensor:
         return files.read(name, 0, 0, files.shape(name)[0])
 
 
-def _peft_name(name: str) -> str:
-    return f"{PREFIX}{name}.weight"
-
-
 def _factor_name(name: str) -> str:
-    return name.removeprefix(PREFIX).removesuffix(".weight")
+    return name.removeprefix(PEFT_PREFIX).removesuffix(".weight")

@@ -20,6 +20,12 @@ from slime_like.weights.mappings import Mapping, Sizes, VocabParallel
 from slime_like.weights.parameter_map import expert_number
 
 HEAD = OUTPUT_LAYER
+PEFT_PREFIX = "base_model.model."  # of the names of tensors in PEFT's files
+
+
+def peft_name(factor: str) -> str:
+    """Name in PEFT's files of the tensor of a factor."""
+    return f"{PEFT_PREFIX}{factor}.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +38,11 @@ class Factor:
     # global index of the expert, which is sharded over expert-tensor-parallel ranks; None outside
     # of experts
     expert: int | None
+
+    @property
+    def peft_name(self) -> str:
+        """Name of the tensor in PEFT's files."""
+        return peft_name(self.name)
 
     @property
     def is_first(self) -> bool:

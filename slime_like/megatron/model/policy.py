@@ -162,6 +162,13 @@ def head_weight(module: torch.nn.Module) -> Tensor:
     return model.head_weight()
 
 
+def base_head_weight(module: torch.nn.Module) -> Tensor:
+    """`PolicyModel.base_head_weight` of a chunk in its wrappers."""
+    model = unwrap_model(module)
+    assert isinstance(model, PolicyModel), type(model)
+    return model.base_head_weight()
+
+
 def logit_softcap(module: torch.nn.Module) -> float | None:
     """The cap of a network's logits, if it has one."""
     cap: float | None = getattr(unwrap_model(module).config, "logit_softcap", None)

@@ -11,6 +11,17 @@ import torch
 
 __version__ = "0.4.10"  # SGLang compares it with a least version
 
+
+class _Unpinned:
+    """A function that makes tensors, in ordinary memory."""
+
+    def __init__(self, make: Callable[..., torch.Tensor]) -> None:
+        self._make = make
+
+    def __call__(self, *arguments: Any, pin_memory: bool = False, **settings: Any) -> torch.Tensor:
+        return self._make(*arguments, **settings)
+
+
 if not torch.cuda.is_available():
     # SGLang keeps the experts of every token in host memory that it registers with CUDA, for faster
     # copies from a GPU. There is none to copy from, so that registering is done as soon as it is
@@ -18,6 +29,11 @@ if not torch.cuda.is_available():
     torch.cuda.cudart = lambda: SimpleNamespace(
         cudaHostRegister=lambda *memory: 0, cudaHostUnregister=lambda *memory: 0
     )
+
+    # It keeps LoRA adapters in pinned memory, which torch has with an accelerator only.
+    torch.tensor = _Unpinned(torch.tensor)
+    torch.zeros = _Unpinned(torch.zeros)
+    torch.Tensor.pin_memory = lambda tensor, device=None: tensor
 
 # Operators of SGLang's own CPU build, which its hybrid models look up when they are imported. The
 # processor of Qwen's images imports these models; without a body they cannot be called either.

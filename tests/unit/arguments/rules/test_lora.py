@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from arguments.hf.peft_adapter import adapter_config, read_adapter_config
+from arguments.parse import parse_args
 from arguments.run_config import RunConfig
+from slime_like.engines.sglang.factory import adapter_needs
 from slime_like.megatron.lora import critic_lora_spec, lora_spec
 from tests.unit.command_lines import (
     TWO_STEPS,
@@ -64,10 +66,23 @@ def test_the_reference_is_the_base(tmp_path: Path) -> None:
 
 
 PPO = "--advantage-estimator ppo"
+EXPERTS: dict[str, object] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "head_dim": 8,
+    "num_key_value_heads": 2,
+    "norm_topk_prob": True,
+}
 REFUSED = [
     ("check_lora_targets", "--lora-rank 4 --lora-target-modules lm_head --rollout-engine sglang "
      "--rollout-external-engine-addrs 127.0.0.1:1 --no-sglang-router",
      "shares its weight with the embedding"),
+    ("", "--lora-sync adapter", "has no effect without --lora-rank"),
+    ("check_lora_sync", "--lora-rank 4 --lora-sync adapter",
+     "--lora-sync (given: 'adapter'): requires --rollout-engine sglang or vllm"),
     ("", "--lora-alpha 4", "has no effect without --lora-rank"),
     ("", "--lora-save-path {folder}/x", "has no effect without --lora-rank"),
     ("", "--lora-rank 4 --lora-dropout 0.1", "--lora-dropout"),
@@ -106,6 +121,47 @@ def test_refused(tmp_path: Path, rule: str, flags: str, words: str) -> None:
     write_adapter(tmp_path / "dora", use_dora=True)
     (found,) = problems_of_flags(tmp_path, TWO_STEPS + flags)
     assert words in str(found)
+
+
+SENT = (
+    "--lora-rank 4 --lora-sync adapter --rollout-engine sglang --no-sglang-router "
+    "--rollout-external-engine-addrs 127.0.0.1:1 "
+)
+ATTENTION = f"{SENT} --lora-target-modules attn "
+NOT_SENT: list[tuple[str, dict[str, object], str]] = [
+    (f"{ATTENTION} --update-weight-transport disk --update-weight-mode delta", {},
+     "sends adapters whole; remove --update-weight-mode delta"),
+    (f"{ATTENTION} --colocate", {}, "requires servers that keep their base model: remove --colocate"),
+    (f"{ATTENTION} --rollout-engine vllm", {},
+     "with vLLM requires --update-weight-transport disk; add it"),
+    (f"{ATTENTION} --rollout-engine vllm --lora-rank 600 --update-weight-transport disk", {},
+     "vLLM serves adapters of a rank of at most 512"),
+    (SENT, {"intermediate_size": 48}, "without a GPU SGLang pads an MLP of 48 units"),
+    (SENT, EXPERTS, "servers apply no adapters to experts (down_proj, gate_proj, up_proj): use "
+     "--lora-target-modules attn"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("flags", "changes", "words"), NOT_SENT)
+def test_adapters_that_servers_do_not_apply(
+    tmp_path: Path, flags: str, changes: dict[str, object], words: str
+) -> None:
+    line = complete(tmp_path, *flags.split())
+    write_files(tmp_path, **changes)
+    found = [problem for problem in problems_of(line) if problem.flag == "--lora-sync"]
+    assert [words in str(problem) for problem in found] == [True], found
+
+
+@pytest.mark.parametrize("changes", [{}, EXPERTS], ids=["dense", "experts"])
+def test_adapters_that_servers_apply(tmp_path: Path, changes: dict[str, object]) -> None:
+    """Also of an output layer that is tied to the embedding, which merged cannot be sent."""
+    line = complete(tmp_path, *f"{SENT} --lora-target-modules attn unembed".split())
+    write_files(tmp_path, **changes)
+    config = parse_args(line, 1)
+    assert config.sends_adapter and config.unties_output_layer
+    needs = adapter_needs(config)
+    assert needs is not None
+    assert needs.modules == ("k_proj", "lm_head", "o_proj", "q_proj", "v_proj")
 
 
 def test_the_critics_adapter_is_in_the_policys_layout(tmp_path: Path) -> None:

@@ -1,0 +1,32 @@
+"""Modules of a Hugging Face model that may have LoRA adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from arguments.hf.model import HfModel
+from arguments.schema.lora import LATENT_ATTENTION, MIXTRAL_MLP, MLP, TARGETS
+from slime_like.weights.families import model_families
+
+
+def target_modules(names: Sequence[str], model: HfModel) -> tuple[str, ...]:
+    """The modules of this model that --lora-target-modules `names` stands for, sorted."""
+    modules = {module for name in names for module in TARGETS[name]}
+    return tuple(sorted(modules.difference(absent_modules(model))))
+
+
+def absent_modules(model: HfModel) -> tuple[str, ...]:
+    """Names in `TARGETS` that do not occur in this architecture."""
+    parameters = model_families.get(model.architecture).parameters.values()
+    others = MLP if any(".w1." in str(mapping) for mapping in parameters) else MIXTRAL_MLP
+    if not model.transformer.get("multi_latent_attention"):
+        stacked = any("gate_up_proj" in str(mapping) for mapping in parameters)
+        if not model.transformer["gated_linear_unit"]:
+            return (*LATENT_ATTENTION, *others, MLP[0])
+        return (*LATENT_ATTENTION, *others, *(MLP[:2] if stacked else ()))
+    queries = ("q_proj",) if model.transformer["q_lora_rank"] else ("q_a_proj", "q_b_proj")
+    if not model.transformer.get("linear_decay_per_channel"):
+        return (*queries, "k_proj", "v_proj", *MIXTRAL_MLP)
+    # delta nets have q_proj to v_proj; Kimi-Linear has the names of either MLP, GLM-5.3 only MLP's
+    own = tuple(name for name in queries if name in LATENT_ATTENTION)
+    return own if others == MLP else (*own, *others)

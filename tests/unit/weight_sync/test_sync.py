@@ -1,0 +1,66 @@
+"""Metrics of updates and their checks reach the log once, and an update is made again if servers
+were lost in it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from slime_like.engines.base import RolloutEngine
+from slime_like.errors import RunError
+from slime_like.metrics.progress import Progress
+from slime_like.weight_sync.sync import ATTEMPTS, WeightSync
+
+
+class Engine(RolloutEngine):
+    """Takes every update but the first `failures`."""
+
+    def __init__(self, failures: int) -> None:
+        self.failures = failures
+
+
+class Backend:
+    def sync_weights(self, engine: Engine, version: int) -> dict[str, float]:
+        if engine.failures:
+            engine.failures -= 1
+            return {}
+        engine.weight_version = version
+        return {"lora/merged_update_error": version / 10}
+
+
+class Check:
+    def run(self, version: int) -> dict[str, float]:
+        return {"engine/weight_check_log_prob_diff": version / 100}
+
+
+def sync_of(engine: Engine, *, always: bool) -> WeightSync:
+    backend: Any = Backend()
+    check: Any = Check()
+    return WeightSync(backend, engine, Progress(10, show=False), check=check, check_always=always)
+
+
+def test_metrics_are_taken_once() -> None:
+    sync = sync_of(Engine(failures=2), always=False)
+    sync.sync(1)
+    assert sync.take_metrics() == {
+        "lora/merged_update_error": 0.1,
+        "engine/weight_check_log_prob_diff": 0.01,
+    }
+    assert sync.take_metrics() == {}
+    sync.sync(1)
+    assert sync.take_metrics() == {}, "the engine has this version"
+    sync.sync(2)
+    assert sync.take_metrics() == {"lora/merged_update_error": 0.2}, "checked once"
+
+
+def test_every_update_may_be_checked() -> None:
+    sync = sync_of(Engine(failures=0), always=True)
+    for version in (1, 2):
+        sync.sync(version)
+        assert sync.take_metrics()["engine/weight_check_log_prob_diff"] == version / 100
+
+
+def test_an_update_that_never_arrives_ends_the_run() -> None:
+    with pytest.raises(RunError, match=f"did not reach the engines in {ATTEMPTS} attempts"):
+        sync_of(Engine(failures=9), always=False).sync(1)
