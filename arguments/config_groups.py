@@ -32,6 +32,7 @@ class ConfigGroups:
     sglang: schema.SglangConfig
     vllm: schema.VllmConfig
     reward: schema.RewardConfig
+    judge: schema.JudgeConfig
     algorithm: schema.AlgorithmConfig
     distillation: schema.DistillationConfig
     off_policy: OffPolicyConfig

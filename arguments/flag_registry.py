@@ -48,6 +48,7 @@ GROUPS: Mapping[str, tuple[str, type]] = {
     "sglang": ("sglang", schema.SglangConfig),
     "vllm": ("vllm", schema.VllmConfig),
     "reward": ("reward", schema.RewardConfig),
+    "judge": ("judge", schema.JudgeConfig),
     "algorithm": ("algorithm", schema.AlgorithmConfig),
     "distillation": ("on-policy distillation", schema.DistillationConfig),
     "off_policy": ("off-policy correction", OffPolicyConfig),

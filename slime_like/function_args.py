@@ -26,7 +26,7 @@ class FunctionArgs:
     def __reduce__(self) -> tuple[type[FunctionArgs], tuple[dict[str, object]]]:
         return FunctionArgs, (self._values,)
 
-    def __contains__(self, name: str) -> bool:
+    def __contains__(self, name: object) -> bool:
         return name in self._values
 
     def __dir__(self) -> list[str]:

@@ -9,6 +9,7 @@ from arguments.rules.base import TASK_PREFIX, Rule, Settings, problem
 from arguments.rules.distillation import SLIME_REWARD
 from arguments.rules.rows import file_of, first_keys
 from arguments.rules.scheduling import OWN_ROLLOUT
+from arguments.rules.served_rewards import missing_server
 from arguments.schema import DataConfig
 from slime_like.config import Problem
 from slime_like.rewards import task
@@ -90,7 +91,7 @@ def _source_problem(source: MixSource, s: Settings) -> str | None:
             "after and pass_rate need the run's own rollouts; remove them or "
             "--rollout-function-path"
         )
-    return _reward_problem(source, s.reward.rm_url)
+    return _reward_problem(source, s)
 
 
 def check_row_keys(s: Settings) -> list[Problem]:
@@ -193,8 +194,8 @@ def missing_data(name: str, spec: str) -> list[Problem]:
     return problem(name, spec, f"no such file{download_hint(spec, 'dataset')}")
 
 
-# zero ignores the response; the others compare it with the row's metadata
-WITHOUT_LABEL = ("task", "zero", "code", "ifbench", "remote_rm")
+# zero ignores the response; others compare it with the row's metadata, or need no reference
+WITHOUT_LABEL = ("task", "zero", "code", "ifbench", "remote_rm", "judge", "reward_model")
 
 
 def check_reward(s: Settings) -> list[Problem]:
@@ -261,13 +262,13 @@ def check_evaluation(s: Settings) -> list[Problem]:
         problems += missing_data(_flag_of(each, s), each.path)
     for each in s.eval_sets:
         flag = _flag_of(each, s)
-        reason = _reward_problem(each, s.reward.rm_url) if flag == "eval_config" else None
+        reason = _reward_problem(each, s) if flag == "eval_config" else None
         if reason is not None:
             problems += problem(flag, None, f"set {each.name}: {reason}")
     return problems
 
 
-def _reward_problem(each: EvalSet | MixSource, rm_url: str | None) -> str | None:
+def _reward_problem(each: EvalSet | MixSource, s: Settings) -> str | None:
     """What is wrong with the reward that an evaluation set of --eval-config, or a source of a mix,
     names, if anything."""
     if each.custom_rm_path is not None:
@@ -282,9 +283,8 @@ def _reward_problem(each: EvalSet | MixSource, rm_url: str | None) -> str | None
         return f"rm_type is {each.rm_type!r}; legal values: {', '.join(rewards.names())}"
     if (library := rewards.get(each.rm_type).missing_library()) is not None:
         return f"{each.rm_type} requires {library}"
-    if each.rm_type == "remote_rm" and rm_url is None:
-        return "rm_type remote_rm requires --rm-url"
-    return None
+    missing = missing_server(each.rm_type, s)
+    return None if missing is None else f"rm_type {each.rm_type} requires {missing}"
 
 
 def truncates(s: Settings) -> bool:

@@ -19,6 +19,7 @@ from slime_like.extras import pip_install
 _URL = re.compile(r"https?://(\[[0-9a-fA-F:]+\]|[\w.\-]+)(:\d{1,5})?(/[\w\-./]*)?")
 # slime queries the teacher in a reward function
 SLIME_REWARD = "slime.rollout.on_policy_distillation."
+AT_RM_URL = ("remote_rm", "reward_model")  # rewards of the server at --rm-url
 
 
 def check_teacher_servers(s: Settings) -> list[Problem]:
@@ -54,7 +55,7 @@ def teacher_urls(s: Settings) -> list[str]:
     """Addresses of the teacher: --opd-teacher-url, or --rm-url unless the reward uses it."""
     if s.distillation.opd_teacher_url:
         return s.distillation.opd_teacher_url
-    if s.reward.rm_url is None or s.reward.rm_type == "remote_rm":
+    if s.reward.rm_url is None or s.reward.rm_type in AT_RM_URL:
         return []
     return [s.reward.rm_url]
 

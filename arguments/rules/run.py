@@ -45,6 +45,7 @@ from arguments.rules.muon import MUON_RULES, warn_muon_blockwise
 from arguments.rules.network import NETWORK_RULES
 from arguments.rules.profiling import PROFILING_RULES
 from arguments.rules.scheduling import SCHEDULING_RULES
+from arguments.rules.served_rewards import SERVED_REWARD_RULES
 from arguments.rules.server import reject_server_flags
 from arguments.rules.sglang import SGLANG_RULES, warn_few_servers
 from arguments.rules.slime import SLIME_RULES
@@ -114,6 +115,7 @@ RULES: tuple[Rule, ...] = (
     *MUON_RULES,
     *DATA_RULES,
     *SCHEDULING_RULES,
+    *SERVED_REWARD_RULES,
     *AGENT_RULES,
     *SGLANG_RULES,
     *VLLM_RULES,

@@ -6,7 +6,6 @@ import dataclasses
 import inspect
 
 from arguments.rules.base import Rule, Settings, import_or_none, import_problem, problem, reject
-from arguments.rules.distillation import teacher_urls
 from slime_like.advantages.registry import TokenEstimator, advantage_estimators
 from slime_like.config import Problem, flag_name
 from slime_like.engines.registry import engine_traits
@@ -210,18 +209,6 @@ def check_hooks(s: Settings) -> list[Problem]:
     return problems
 
 
-def check_reward_server(s: Settings) -> list[Problem]:
-    url = s.reward.rm_url
-    if url is None:
-        return []
-    if not url.startswith(("http://", "https://")):
-        return problem("rm_url", url, "must start with http:// or https://")
-    is_teacher = s.distillation.served and url in teacher_urls(s)
-    if s.reward.rm_type == "remote_rm" or is_teacher:
-        return []
-    return problem("rm_url", url, "has no effect without --rm-type remote_rm; add it")
-
-
 SCHEDULING_RULES: tuple[Rule, ...] = (
     check_sampling_settings,
     check_scheduling_functions,
@@ -230,5 +217,4 @@ SCHEDULING_RULES: tuple[Rule, ...] = (
     check_rollout_time_limit,
     check_fully_async,
     check_hooks,
-    check_reward_server,
 )

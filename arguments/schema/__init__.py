@@ -8,6 +8,7 @@ from arguments.schema.critic import CriticConfig
 from arguments.schema.data import DataConfig, EvalConfig
 from arguments.schema.distillation import DistillationConfig
 from arguments.schema.hooks import HooksConfig
+from arguments.schema.judge import JudgeConfig
 from arguments.schema.logging import DebugConfig, LoggingConfig
 from arguments.schema.lora import LoraConfig
 from arguments.schema.model import GPTModelConfig, ModelConfig
@@ -34,6 +35,7 @@ __all__ = [
     "GPTModelConfig",
     "GuardConfig",
     "HooksConfig",
+    "JudgeConfig",
     "LoggingConfig",
     "LoraConfig",
     "ModelArgsConfig",

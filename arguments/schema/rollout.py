@@ -141,6 +141,19 @@ class RewardConfig(CheckedSettings):
     rm_url: str | None = arg(
         None,
         "Reward server of --rm-type remote_rm: receives prompt, response and label as JSON and "
-        "returns a number or an object (--reward-key).",
-        required_with="rm_type=remote_rm",
+        "returns a number or an object (--reward-key). Of --rm-type reward_model: SGLang, vLLM or "
+        "slime-like reward-server, http://host:port.",
+        required_with="rm_type=remote_rm|rm_type=reward_model",
+    )
+    rm_concurrency: int | None = arg(
+        None,
+        "Most samples of a rank that are with a server (--rm-type remote_rm, judge, reward_model) "
+        "or an async --custom-rm-path at a time. Default: 64 per reward process.",
+        legal=AT_LEAST_ONE,
+    )
+    rm_cache_size: int = arg(
+        100_000,
+        "Answers of --rm-type judge and reward_model that a rank keeps: an equal request is not "
+        "made again. 0: none.",
+        legal=NON_NEGATIVE,
     )

@@ -32,6 +32,11 @@ class Command:
 COMMANDS: Mapping[str, Command] = {
     "train": Command("train", "train a policy, as python train.py does", runs=True),
     "serve": Command("slime_like.tinker.__main__", "serve the Tinker API", runs=True),
+    "reward-server": Command(
+        "slime_like.rewards.model_server",
+        "serve a reward model that rm_loss has trained, for --rm-type reward_model",
+        runs=True,
+    ),
     "preflight": Command(
         "train", "check without a GPU whether a job starts and fits in memory", ("--preflight",)
     ),

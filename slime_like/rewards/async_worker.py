@@ -1,4 +1,4 @@
-"""A worker's loop for an asynchronous reward function: up to `ASYNC_SLOTS` samples wait at once."""
+"""A worker's loop for an asynchronous reward function: several samples wait at once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any, BinaryIO
 
 from slime_like.rewards.custom import RewardArgs
 from slime_like.rewards.worker_protocol import (
-    ASYNC_SLOTS,
     GradingJob,
     _read,
     _write,
@@ -19,10 +18,14 @@ from slime_like.rewards.worker_protocol import (
 
 
 def serve(
-    requests: BinaryIO, replies: BinaryIO, function: Callable[..., Any], args: RewardArgs
+    requests: BinaryIO,
+    replies: BinaryIO,
+    function: Callable[..., Any],
+    args: RewardArgs,
+    slots: int,
 ) -> None:
-    """Report that the worker is ready, and serve jobs until the pipe closes."""
-    _write(replies, {"ready": ASYNC_SLOTS})
+    """Report that the worker is ready for `slots` samples, and serve jobs until the pipe closes."""
+    _write(replies, {"ready": slots})
     asyncio.run(_serve(requests, replies, function, args))
 
 

@@ -23,6 +23,8 @@ class RewardArgs:
     max_abs_reward: float = 1e6
     group_rm: bool = False
     rm_url: str | None = None
+    rm_concurrency: int | None = None
+    rm_cache_size: int = 0
     # of the whole run; those of the reward may be an evaluation set's
     settings: FunctionArgs = NO_SETTINGS
 

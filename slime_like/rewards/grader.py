@@ -33,8 +33,8 @@ from slime_like.rewards.registry import (
     reward_of,
     rewards,
 )
-from slime_like.rewards.worker import REMOTE, Setup
-from slime_like.rewards.worker_protocol import Answer, GradingJob, Text
+from slime_like.rewards.worker import Setup
+from slime_like.rewards.worker_protocol import ASYNC_SLOTS, Answer, GradingJob, Text
 from slime_like.samples.slime_sample import SlimeSample
 from slime_like.text import clean
 from slime_like.types import (
@@ -91,6 +91,8 @@ class Grader:
         max_abs_reward: float = 1e6,
         group_rm: bool = False,
         rm_url: str | None = None,
+        rm_concurrency: int | None = None,
+        rm_cache_size: int = 0,
         rm_type_from_metadata: bool = False,
         sum_token_rewards: bool = False,
         settings: FunctionArgs = NO_SETTINGS,
@@ -105,6 +107,8 @@ class Grader:
             max_abs_reward,
             group_rm,
             rm_url,
+            rm_concurrency,
+            rm_cache_size,
             settings,
         )
         self._max_reward = min(max_abs_reward, sys.float_info.max)  # infinity exceeds any limit
@@ -114,7 +118,7 @@ class Grader:
         self._num_workers = rm_num_workers or _default_workers()
         self._rewards: dict[str, Reward] = {}  # prepared ones: library and confinement were checked
         self._pool: WorkerPool | None = None
-        self._remote_pool: WorkerPool | None = None
+        self._served_pools: dict[str, WorkerPool] = {}
 
     def grade(self, samples: Sequence[Sample]) -> list[Sample]:
         """Grade samples; returns them in order.
@@ -178,10 +182,11 @@ class Grader:
 
     def close(self) -> None:
         """Stop the workers; further grading starts new ones."""
-        for pool in (self._pool, self._remote_pool):
+        for pool in (self._pool, *self._served_pools.values()):
             if pool is not None:
                 pool.close()
-        self._pool = self._remote_pool = None
+        self._pool = None
+        self._served_pools.clear()
 
     def __enter__(self) -> Grader:
         return self
@@ -216,10 +221,10 @@ class Grader:
         local: dict[str, list[int]] = {}
         jobs: list[GradingJob] = []
         for name, indices in types.items():
-            if name == REMOTE:
-                answers.update(self._remote_answers(samples, indices))
-            elif name is None:
+            if name is None:
                 jobs = [GradingJob(i, None, _reward_sample(samples[i])) for i in indices]
+            elif self._rewards[name].connect is not None:
+                answers.update(self._served_answers(name, samples, indices))
             elif self._rewards[name].inline:
                 value = self._rewards[name].score("", None, {})
                 answers.update((i, {"value": value}) for i in indices)
@@ -229,13 +234,36 @@ class Grader:
             answers |= self._local_answers(samples, local, jobs)
         return answers
 
-    def _remote_answers(
-        self, samples: Sequence[Sample], indices: list[int]
+    def _served_answers(
+        self, name: str, samples: Sequence[Sample], indices: list[int]
     ) -> Iterable[tuple[int, Answer]]:
-        if self._remote_pool is None:
-            self._remote_pool = WorkerPool(Setup(self.args, (REMOTE,)), self._num_workers)
+        """Answers of a server."""
+        if name not in self._served_pools:
+            reward = self._rewards[name]
+            workers = 1 if reward.keeps_answers else self._num_workers
+            key = reward.key_setting
+            has_key = key is not None and key in self.args.settings
+            variable = getattr(self.args, str(key)) if has_key else None
+            setup = Setup(
+                self.args,
+                (name,),
+                served=True,
+                slots=self._slots(workers),
+                variables=() if variable is None else (variable,),
+            )
+            self._served_pools[name] = WorkerPool(setup, self._most_workers(workers))
         jobs = [GradingJob(i, None, _reward_sample(samples[i])) for i in indices]
-        return zip(indices, self._remote_pool.run(jobs), strict=True)
+        return zip(indices, self._served_pools[name].run(jobs), strict=True)
+
+    def _most_workers(self, workers: int) -> int:
+        """Of so many, those that --rm-concurrency lets work at a time."""
+        return min(workers, self.args.rm_concurrency or workers)
+
+    def _slots(self, workers: int) -> int:
+        """Samples at a time in each of so many workers of a server or an asynchronous function."""
+        if self.args.rm_concurrency is None:
+            return ASYNC_SLOTS
+        return self.args.rm_concurrency // self._most_workers(workers)
 
     def _local_answers(
         self, samples: Sequence[Sample], local: Mapping[str, list[int]], jobs: list[GradingJob]
@@ -304,8 +332,15 @@ class Grader:
             self._pool.close()
             names = names | prepared
         modules = {source for name in names if (source := rewards.source(name)) is not None}
-        setup = Setup(self.args, tuple(sorted(names)), modules=tuple(sorted(modules)))
-        self._pool = WorkerPool(setup, self._num_workers)
+        custom = self.args.custom_rm_path is not None
+        workers = self._most_workers(self._num_workers) if custom else self._num_workers
+        setup = Setup(
+            self.args,
+            tuple(sorted(names)),
+            modules=tuple(sorted(modules)),
+            slots=self._slots(self._num_workers),
+        )
+        self._pool = WorkerPool(setup, workers)
         return self._pool
 
     def _graded(self, sample: Sample, answer: Answer, counts: Counter[str]) -> Sample:

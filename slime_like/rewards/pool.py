@@ -62,7 +62,8 @@ class GradingWorker:
     def __init__(self, setup: Setup) -> None:
         environment = dict(os.environ)
         if setup.args.custom_rm_path is None:
-            environment = {k: v for k, v in os.environ.items() if k in _KEPT_ENVIRONMENT}
+            kept = (*_KEPT_ENVIRONMENT, *setup.variables)
+            environment = {k: v for k, v in os.environ.items() if k in kept}
             environment["OMP_NUM_THREADS"] = "1"
         self.process = subprocess.Popen(
             # -P: a json.py in the working folder takes the place of no library

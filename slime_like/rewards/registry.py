@@ -4,9 +4,9 @@ second."""
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from slime_like.extras import pip_install
 from slime_like.registry import Registry
@@ -20,16 +20,28 @@ from slime_like.rewards import (
     gpqa,
     gsm8k,
     ifbench,
+    judge,
     math,
     remote,
+    reward_model,
     task,
 )
+from slime_like.rewards.custom import RewardArgs
 from slime_like.rewards.label import missing_label
+from slime_like.samples.slime_sample import SlimeSample
 
 Score = Callable[[str, Any, Mapping[str, Any]], float]  # (response, label, metadata)
 ScoreFunction = TypeVar("ScoreFunction", bound=Score)
 # (label, metadata) -> why no response to such a row can be graded, or None
 AnswerCheck = Callable[[Any, Mapping[str, Any]], str | None]
+
+
+class Client(Protocol):
+    """Of a server that grades. A worker makes one and keeps it."""
+
+    def score(self, args: RewardArgs, sample: SlimeSample) -> Awaitable[object]:
+        """Raises RuntimeError if the server has no score for the sample."""
+        ...
 
 
 def _no_problem(label: object, metadata: Mapping[str, object]) -> None:
@@ -45,6 +57,11 @@ class Reward:
     # does not read the model's text, so it is graded in the calling process; all others are graded
     # in confined workers
     inline: bool = False
+    # a server grades; makes its client, in a worker with access to the network, and raises
+    # ValueError if it cannot
+    connect: Callable[[RewardArgs], Client] | None = None
+    keeps_answers: bool = False  # of the server, so that one worker asks for all samples
+    key_setting: str | None = None  # names the environment variable with the server's key
     # takes time linear in the text and does not read the metadata; a worker gets many texts at once
     bounded: bool = False
     # a library may run code in the text, which is checked first (`evaluation.py`)
@@ -123,14 +140,31 @@ register_reward(
 register_reward(
     "code", code.problem, prepare=code.prepare, help="the metadata's tests, in a sandbox."
 )(code.score)
+_SERVED: dict[str, Any] = {"library": ("httpx", "httpx"), "extra": "sglang"}
+
+
+def _only_served(response: str, label: object, metadata: Mapping[str, object]) -> float:
+    raise AssertionError("a server grades")
+
+
+register_reward("remote_rm", connect=remote.RemoteReward, help="a server (--rm-url).", **_SERVED)(
+    _only_served
+)
 register_reward(
-    "remote_rm",
-    remote.problem,
-    prepare=remote.prepare,
-    library=("httpx", "httpx"),
-    extra="sglang",
-    help="a server (--rm-url).",
-)(remote.only_remote)
+    "judge",
+    connect=judge.Judge,
+    keeps_answers=True,
+    key_setting="judge_key_variable",
+    help="a language model (--judge-url) grades the response.",
+    **_SERVED,
+)(_only_served)
+register_reward(
+    "reward_model",
+    connect=reward_model.RewardModelClient,
+    keeps_answers=True,
+    help="the score of a served reward model with the policy's tokenizer (--rm-url).",
+    **_SERVED,
+)(_only_served)
 register_reward(
     "task",
     task.problem,

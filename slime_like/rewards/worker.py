@@ -29,6 +29,7 @@ from slime_like.rewards.custom import RewardArgs, is_async, load_function
 from slime_like.rewards.registry import Reward, rewards
 from slime_like.rewards.sandbox import SandboxError
 from slime_like.rewards.worker_protocol import (
+    ASYNC_SLOTS,
     Answer,
     GradingJob,
     Text,
@@ -42,7 +43,6 @@ from slime_like.rewards.worker_protocol import (
 
 # bytes of address space: a power tower in an answer must not take the machine's memory
 BUILTIN_MEMORY = 4 * 2**30
-REMOTE = "remote_rm"  # served in an event loop, in separate workers
 _PR_SET_PDEATHSIG = 1
 
 
@@ -55,12 +55,15 @@ class Setup:
     # result of `confinement.missing` in the process that starts the workers
     missing: dict[str, str] = field(default_factory=dict)
     modules: tuple[str, ...] = ()  # user modules that define some of the named rewards
+    served: bool = False  # the only named reward is that of a server
+    slots: int = ASYNC_SLOTS  # concurrent samples of a server or an asynchronous function
+    variables: tuple[str, ...] = ()  # environment variables that the reward needs
 
     @property
     def confined(self) -> bool:
         """Whether the workers only run built-in code on texts; a reward server needs the
         network."""
-        return self.args.custom_rm_path is None and self.rm_types != (REMOTE,)
+        return self.args.custom_rm_path is None and not self.served
 
 
 def main() -> None:
@@ -85,7 +88,7 @@ def main() -> None:
     if function is not None and is_async(function):
         from slime_like.rewards.async_worker import serve
 
-        serve(requests, replies, function, setup.args)
+        serve(requests, replies, function, setup.args, setup.slots)
         return
     _write(replies, {"ready": 1})
     while (job := _read(requests)) is not None:
@@ -119,11 +122,10 @@ def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
 def _prepare(setup: Setup) -> Callable[..., object] | None:
     if setup.args.custom_rm_path is not None:
         return load_function(setup.args.custom_rm_path)
-    if setup.rm_types == (REMOTE,):
-        from slime_like.rewards import remote
-
-        remote.prepare()
-        return remote.score
+    if setup.served:
+        connect = rewards.get(setup.rm_types[0]).connect
+        assert connect is not None, "a served reward has a client"
+        return connect(setup.args).score
     for module in setup.modules:
         load_module(module, "--import-modules")
     _confine(setup.rm_types)

@@ -16,7 +16,7 @@ from slime_like.rewards import reaper as reaper
 from slime_like.samples.slime_sample import SlimeSample
 from slime_like.text import clean
 
-ASYNC_SLOTS = 64  # concurrent samples of an asynchronous function
+ASYNC_SLOTS = 64  # concurrent samples of a worker with an asynchronous function, by default
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,8 +30,7 @@ def reward_of(
         return None if key is None else reward
     path = eval_set.custom_rm_path
     rm_type = None if path is not None else eval_set.rm_type
-    url = reward.rm_url if rm_type == "remote_rm" else None
-    return replace(reward, rm_type=rm_type, custom_rm_path=path, rm_url=url, group_rm=False)
+    return replace(reward, rm_type=rm_type, custom_rm_path=path, group_rm=False)
 
 
 class Evaluator:

@@ -7,6 +7,7 @@ import contextlib
 import json
 import textwrap
 from collections.abc import Callable, Iterator
+from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Event, Thread
@@ -28,6 +29,7 @@ class Server(ThreadingHTTPServer):
     request_queue_size = 128  # of connections that wait: 5 are too few on a loaded machine
     answer: Answer
     requests: list[dict[str, Any]]
+    headers_seen: list[Message]
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -36,6 +38,7 @@ class Handler(BaseHTTPRequestHandler):
         assert isinstance(server, Server)
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         server.requests.append(body)
+        server.headers_seen.append(self.headers)
         status, data = server.answer(body, sum(r == body for r in server.requests))
         self.send_response(status)
         self.send_header("Content-Length", str(len(data)))
@@ -51,6 +54,7 @@ class Handler(BaseHTTPRequestHandler):
 def server() -> Iterator[Server]:
     with Server(("127.0.0.1", 0), Handler) as running:
         running.requests = []
+        running.headers_seen = []
         thread = Thread(target=running.serve_forever, args=(0.02,))
         thread.start()
         yield running

@@ -20,6 +20,7 @@ from tests.unit.command_lines import (
 )
 
 NONZERO = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
+JUDGE = "--rm-type judge --judge-url http://h/v1 --judge-model m"
 # name of the rule, flags that are added, the flag that is named, words of the message
 CASES = [
     ("check_sampling_settings", "--loss-type sft_loss --partial-rollout", "--partial-rollout",
@@ -103,7 +104,26 @@ CASES = [
     ("check_reward_server", "--rm-type remote_rm --rm-url example.org", "--rm-url",
      "must start with http"),
     ("check_reward_server", "--rm-url http://example.org", "--rm-url",
-     "without --rm-type remote_rm"),
+     "without --rm-type remote_rm or reward_model"),
+    ("check_reward_server", "--rm-type reward_model", "--rm-url", "required"),
+    ("check_judge", "--rm-type judge", "--judge-url", "required"),
+    ("check_judge", "--rm-type judge --judge-url http://h/v1", "--judge-model", "required"),
+    ("check_judge", "--judge-url http://h/v1 --judge-model m", "--judge-url",
+     "without --rm-type judge"),
+    ("check_judge", "--rm-type judge --judge-url h/v1 --judge-model m", "--judge-url",
+     "must start with http"),
+    ("check_judge", f"{JUDGE} --judge-prompt nowhere.txt", "--judge-prompt", "cannot be read"),
+    ("check_judge", f"{JUDGE} --judge-score-pattern a(b)(c)", "--judge-score-pattern",
+     "has 2 groups"),
+    ("check_judge", f"{JUDGE} --judge-score-pattern a(", "--judge-score-pattern",
+     "no regular expression"),
+    ("check_judge", f"{JUDGE} --judge-score-range 5", "--judge-score-range", "two numbers"),
+    ("check_judge", f"{JUDGE} --judge-score-range 5 1", "--judge-score-range", "a higher one"),
+    ("check_judge", JUDGE + ' --judge-verdicts {"A":"x"}', "--judge-verdicts",
+     "words with numbers"),
+    ("check_judge", JUDGE + ' --judge-verdicts {"A":1} --judge-score-range 0 1',
+     "--judge-verdicts", "cannot be combined with --judge-score-range"),
+    ("check_judge", "--judge-model m", "--judge-model", "--judge-url"),
     ("check_scheduling_functions", "--custom-generate-function-path json.nothing",
      "--custom-generate-function-path", "has no 'nothing'"),
     ("check_scheduling_functions", "--rollout-sample-filter-path nowhere.f",

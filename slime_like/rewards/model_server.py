@@ -1,0 +1,178 @@
+"""slime-like reward-server FOLDER: serve a reward model with transformers, on a GPU if there is
+one.
+
+`POST /classify {"input_ids": [...]}` answers as SGLang does, `{"embedding": [score]}`, with the
+score of the last token; `/tokenize` and `/health` as its own. Requests that wait are computed
+together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from slime_like.errors import RunError
+from slime_like.extras import pip_install
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class BadText(ValueError):
+    """A request without tokens that the model can read."""
+
+
+class RewardModel:
+    """A one-label model of transformers.
+
+    Args:
+        folder: As --save-hf of ``--policy-loss-type bradley_terry`` writes it.
+
+    Raises:
+        RunError: The folder has no trained score layer of one label.
+    """
+
+    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
+        from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+        try:
+            model, loaded = AutoModelForSequenceClassification.from_pretrained(
+                folder, dtype=dtype, output_loading_info=True
+            )
+            self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        except (OSError, ValueError) as error:
+            raise RunError(f"{folder} is no reward model: {error}") from None
+        if missing := sorted(loaded["missing_keys"]):  # transformers makes them at random
+            raise RunError(f"{folder} is no reward model: its weights have no {missing[0]}")
+        if model.config.num_labels != 1:
+            raise RunError(f"{folder} has {model.config.num_labels} labels; a reward model has one")
+        self._model = model.eval().to(device)
+        self._device = device
+        config = model.config.get_text_config()
+        self._vocabulary: int = config.vocab_size
+        self._longest: int = getattr(config, "max_position_embeddings", None) or 2**31
+
+    def check(self, tokens: object) -> list[int]:
+        """A text's tokens. Raises BadText if they are not."""
+        if not isinstance(tokens, list) or not tokens:
+            raise BadText("input_ids must be a list of token ids, or of such lists")
+        if len(tokens) > self._longest:
+            raise BadText(f"{len(tokens)} tokens; the model reads at most {self._longest}")
+        for token in tokens:
+            if type(token) is not int or not 0 <= token < self._vocabulary:
+                raise BadText(f"{token!r:.40} is no token of a vocabulary of {self._vocabulary}")
+        return tokens
+
+    @torch.inference_mode()
+    def scores(self, texts: Sequence[Sequence[int]]) -> list[float]:
+        """Score of each text, at its last token. Texts are padded on the right, where no token of
+        theirs attends."""
+        lengths = torch.tensor([len(text) for text in texts])
+        tokens = torch.zeros(len(texts), int(lengths.max()), dtype=torch.long)
+        for row, text in zip(tokens, texts, strict=True):
+            row[: len(text)] = torch.tensor(text)
+        mask = (torch.arange(tokens.shape[1]) < lengths[:, None]).to(self._device)
+        body = getattr(self._model, self._model.base_model_prefix)
+        hidden: Tensor = body(tokens.to(self._device), attention_mask=mask).last_hidden_state
+        last = hidden[torch.arange(len(texts)), lengths - 1]
+        return self._model.score(last).squeeze(-1).float().tolist()
+
+
+class Batches:
+    """Scores requests one batch after the other; those that wait meanwhile are the next batch.
+
+    Args:
+        tokens: Most tokens of a batch, padding included.
+    """
+
+    def __init__(self, model: RewardModel, tokens: int) -> None:
+        self._model = model
+        self._tokens = tokens
+        self._waiting: list[tuple[list[int], asyncio.Future[float]]] = []
+        self._arrived = asyncio.Event()
+        self._thread = ThreadPoolExecutor(1)
+
+    async def score(self, text: list[int]) -> float:
+        future = asyncio.get_running_loop().create_future()
+        self._waiting.append((text, future))
+        self._arrived.set()
+        return await future
+
+    async def run(self) -> None:
+        """Serve forever."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await self._arrived.wait()
+            batch = self._next()
+            texts = [text for text, _ in batch]
+            try:
+                scores = await loop.run_in_executor(self._thread, self._model.scores, texts)
+            except Exception as error:  # out of memory; the next batch may be smaller
+                for _, future in batch:
+                    if not future.done():
+                        future.set_exception(RunError(f"{type(error).__name__}: {error}"))
+                continue
+            for (_, future), score in zip(batch, scores, strict=True):
+                if not future.done():  # unless its client has gone
+                    future.set_result(score)
+
+    def _next(self) -> list[tuple[list[int], asyncio.Future[float]]]:
+        """The oldest requests that fit; at least one."""
+        self._waiting = [each for each in self._waiting if not each[1].done()]
+        count = longest = 0
+        for text, _ in self._waiting:
+            longest = max(longest, len(text))
+            if count and longest * (count + 1) > self._tokens:
+                break
+            count += 1
+        batch = self._waiting[:count]
+        del self._waiting[:count]
+        if not self._waiting:
+            self._arrived.clear()
+        return batch
+
+
+def parser() -> argparse.ArgumentParser:
+    result = argparse.ArgumentParser(
+        prog="slime-like reward-server",
+        description="Serve a reward model, for --rm-type reward_model --rm-url http://HOST:PORT.",
+    )
+    result.add_argument("folder", type=Path, help="the model, as --save-hf writes it")
+    result.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    result.add_argument("--port", type=int, default=30010, help="port to listen on")
+    result.add_argument("--dtype", choices=list(DTYPES), help="default: bfloat16 on a GPU")
+    result.add_argument(
+        "--batch-tokens", type=int, default=16384, help="most tokens of a batch, with padding"
+    )
+    return result
+
+
+def main() -> int:
+    arguments = parser().parse_args()
+    try:
+        import uvicorn
+
+        from slime_like.rewards.model_app import make_app
+    except ImportError:
+        raise SystemExit(f"error: needs fastapi and uvicorn: {pip_install('agents')}") from None
+    cuda = torch.cuda.is_available()
+    dtype = DTYPES[arguments.dtype or ("bfloat16" if cuda else "float32")]
+    try:
+        model = RewardModel(arguments.folder, dtype, torch.device("cuda" if cuda else "cpu"))
+    except RunError as error:
+        raise SystemExit(f"error: {error}") from None
+    app = make_app(model, arguments.batch_tokens)
+    print(
+        f"reward model {arguments.folder} at http://{arguments.host}:{arguments.port}", flush=True
+    )
+    uvicorn.run(app, host=arguments.host, port=arguments.port, log_level="warning")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,164 @@
+"""Requests to servers that grade: retries until the sample's deadline, and equal requests once.
+
+Failed connections, 429 and 5xx are retried with exponential backoff; any other status, or a
+response that is not JSON, is final.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import random
+import ssl
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from slime_like.text import clean, mask_url
+
+MAX_BYTES = 2**20  # of a response
+FIRST_PAUSE_S = 0.1
+LONGEST_PAUSE_S = 5.0
+_SHOWN = 200  # characters of a refusal
+_MOST_RETRY_AFTER_S = 3600.0
+
+
+@cache
+def certificates() -> ssl.SSLContext:
+    """Cached, because loading takes longer than a request."""
+    import httpx
+
+    return httpx.create_ssl_context(trust_env=False)
+
+
+@dataclass(frozen=True, slots=True)
+class RewardServer:
+    """A server that takes JSON by POST and answers with JSON.
+
+    Args:
+        url: Of the requests; credentials in it are not shown.
+        timeout_s: Of a request with all its retries.
+        secret: Sent as the bearer token; no message has it.
+    """
+
+    url: str
+    timeout_s: float
+    secret: str = field(default="", repr=False)
+
+    async def post(self, body: Mapping[str, object]) -> Any:
+        """The server's answer. Raises RuntimeError with URL and status if the error is permanent or
+        there is no time to retry."""
+        import httpx
+
+        pause = FIRST_PAUSE_S
+        tries = 0
+        deadline = asyncio.get_running_loop().time() + self.timeout_s
+        headers = {"Authorization": f"Bearer {self.secret}"} if self.secret else {}
+        # one connection per request: a killed worker leaves none behind; proxies in the environment
+        # are ignored
+        async with httpx.AsyncClient(
+            timeout=self.timeout_s, trust_env=False, verify=certificates(), headers=headers
+        ) as client:
+            while True:
+                try:
+                    return await self._ask(client, body)
+                except _Retry as reason:
+                    tries += 1
+                    wait = max(pause * (0.5 + random.random()), reason.wait_s)
+                    if asyncio.get_running_loop().time() + wait > deadline:
+                        raise self.failure(f"{reason}, {tries} times") from reason
+                    await asyncio.sleep(wait)
+                    pause = min(2 * pause, LONGEST_PAUSE_S)
+
+    def failure(self, reason: str) -> RuntimeError:
+        """An error with the URL and the reason, without the secret."""
+        return RuntimeError(f"{mask_url(self.url)} {self._hidden(reason)}")
+
+    def _hidden(self, text: str) -> str:
+        return text.replace(self.secret, "***") if self.secret else text
+
+    async def _ask(self, client: Any, body: Mapping[str, object]) -> Any:
+        import httpx
+
+        data = b""
+        try:
+            async with client.stream("POST", self.url, json=body) as response:
+                status = response.status_code
+                async for part in response.aiter_bytes():
+                    data += part
+                    if len(data) > MAX_BYTES:
+                        raise self.failure(f"answered more than {MAX_BYTES} bytes")
+        except httpx.TransportError as error:
+            raise _Retry(f"could not be reached ({type(error).__name__})") from error
+        if status != 200:
+            # hidden before it is cut, so that no part of the secret is left
+            said = clean(self._hidden(data.decode(errors="replace")), _SHOWN)
+            answered = f"answered {status}" + (f" ({said})" if said else "")
+            if status == 429 or status >= 500:
+                raise _Retry(answered, _retry_after(response.headers.get("retry-after")))
+            raise self.failure(answered)
+        try:
+            return json.loads(data)
+        except ValueError as error:
+            said = clean(self._hidden(data.decode(errors="replace")), 80)
+            raise self.failure(f"answered no JSON: {said}") from error
+
+
+class _Retry(Exception):
+    """A temporary error. wait_s: until when the server wants no other request."""
+
+    def __init__(self, reason: str, wait_s: float = 0.0) -> None:
+        super().__init__(reason)
+        self.wait_s = wait_s
+
+
+def _retry_after(header: str | None) -> float:
+    """Seconds of a Retry-After header; 0 for a date, and for none."""
+    if header is None or not header.strip().isdecimal():
+        return 0.0
+    return min(float(header), _MOST_RETRY_AFTER_S)
+
+
+class AnsweredOnce:
+    """Asks a server each question once: the latest `size` scores are kept, and equal questions at
+    the same time are one request. Failures are not kept.
+
+    Args:
+        read: The score in an answer; raises RuntimeError if there is none.
+    """
+
+    def __init__(self, server: RewardServer, size: int, read: Callable[[Any], float]) -> None:
+        self._server = server
+        self._size = size
+        self._read = read
+        self._kept: OrderedDict[bytes, float] = OrderedDict()
+        self._asked: dict[bytes, asyncio.Task[float]] = {}
+
+    async def score(self, body: Mapping[str, object]) -> float:
+        """The score in the answer. Raises RuntimeError as `RewardServer.post` and `read` do."""
+        if not self._size:
+            return await self._ask(body)
+        key = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).digest()
+        if key in self._kept:
+            self._kept.move_to_end(key)
+            return self._kept[key]
+        if key not in self._asked:
+            # a task of its own: the deadline of the sample that asks first is not the others'
+            task = asyncio.ensure_future(self._ask(body))
+            task.add_done_callback(lambda done: self._keep(key, done))
+            self._asked[key] = task
+        return await asyncio.shield(self._asked[key])
+
+    async def _ask(self, body: Mapping[str, object]) -> float:
+        return self._read(await self._server.post(body))
+
+    def _keep(self, key: bytes, task: asyncio.Task[float]) -> None:
+        del self._asked[key]
+        if task.cancelled() or task.exception() is not None:
+            return
+        self._kept[key] = task.result()
+        if len(self._kept) > self._size:
+            self._kept.popitem(last=False)
