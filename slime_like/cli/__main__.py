@@ -33,7 +33,7 @@ COMMANDS: Mapping[str, Command] = {
     "train": Command("train", "train a policy, as python train.py does", runs=True),
     "serve": Command("slime_like.tinker.__main__", "serve the Tinker API", runs=True),
     "reward-server": Command(
-        "slime_like.rewards.model_server",
+        "slime_like.reward_server.__main__",
         "serve a reward model that rm_loss has trained, for --rm-type reward_model",
         runs=True,
     ),

@@ -13,13 +13,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slime_like.rewards.custom import RewardArgs
 from slime_like.rewards.reward_server import AnsweredOnce, RewardServer, certificates
-from slime_like.samples.slime_sample import SlimeSample
 from slime_like.text import clean
 
 if TYPE_CHECKING:
     from jinja2 import Template
+
+    from slime_like.rewards.custom import RewardArgs
+    from slime_like.samples.slime_sample import SlimeSample
 
 THOUGHTS_END = "</think>"
 NAMES = ("prompt", "messages", "response", "answer", "label", "metadata")  # in a template

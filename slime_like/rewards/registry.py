@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from slime_like.extras import pip_install
 from slime_like.registry import Registry
@@ -22,13 +22,15 @@ from slime_like.rewards import (
     ifbench,
     judge,
     math,
+    model_client,
     remote,
-    reward_model,
     task,
 )
-from slime_like.rewards.custom import RewardArgs
 from slime_like.rewards.label import missing_label
-from slime_like.samples.slime_sample import SlimeSample
+
+if TYPE_CHECKING:
+    from slime_like.rewards.custom import RewardArgs
+    from slime_like.samples.slime_sample import SlimeSample
 
 Score = Callable[[str, Any, Mapping[str, Any]], float]  # (response, label, metadata)
 ScoreFunction = TypeVar("ScoreFunction", bound=Score)
@@ -160,7 +162,7 @@ register_reward(
 )(_only_served)
 register_reward(
     "reward_model",
-    connect=reward_model.RewardModelClient,
+    connect=model_client.RewardModelClient,
     keeps_answers=True,
     help="the score of a served reward model with the policy's tokenizer (--rm-url).",
     **_SERVED,

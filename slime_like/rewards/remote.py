@@ -7,9 +7,13 @@ samples concurrently.
 
 from __future__ import annotations
 
-from slime_like.rewards.custom import RewardArgs
+from typing import TYPE_CHECKING
+
 from slime_like.rewards.reward_server import RewardServer, certificates
-from slime_like.samples.slime_sample import SlimeSample
+
+if TYPE_CHECKING:
+    from slime_like.rewards.custom import RewardArgs
+    from slime_like.samples.slime_sample import SlimeSample
 
 
 class RemoteReward:

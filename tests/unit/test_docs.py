@@ -44,6 +44,7 @@ FOREIGN = {
     "examples/tinker": "--model --base-url --demo --learning-rate --log-path --max-steps-off-policy --start-from --stop-after",
     "of a user's module": "--my-weight --spo-eps",
     "passed on to SGLang": "--sglang-mem-fraction-static --sglang-enable-deterministic-inference",
+    "sglang.launch_server, vllm serve": "--is-embedding --runner",
     "vllm serve": "--logprobs-mode --worker-extension-cls --enable-scale-out --max-model-len",
     "passed on to vLLM": "--vllm-gpu-memory-utilization",
 }

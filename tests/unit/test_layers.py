@@ -63,6 +63,7 @@ LAYERS = (
         "megatron_patches",
     ),
     ("slime_like.report",),
+    ("slime_like.reward_server",),
     ("arguments",),
     (
         "slime_like.data",

@@ -17,9 +17,9 @@ from transformers import AutoTokenizer
 from slime_like.cli.tiny_model import character_tokenizer, save_model
 from slime_like.errors import RunError
 from slime_like.function_args import FunctionArgs
+from slime_like.reward_server.model import RewardModel
 from slime_like.rewards.grader import Grader
-from slime_like.rewards.model_server import RewardModel
-from slime_like.rewards.reward_model import classify_url, scores_of
+from slime_like.rewards.model_client import classify_url, scores_of
 from slime_like.types import Sample, SampleStatus
 from tests.reward_models import save_reward_model, scores, served
 from tests.unit.rewards.test_remote import Server, server  # noqa: F401

@@ -1,4 +1,4 @@
-"""The HTTP routes of `slime-like reward-server` (`model_server.py`)."""
+"""The HTTP routes of `slime-like reward-server` (`__main__.py`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
 from slime_like.errors import RunError
-from slime_like.rewards.model_server import BadText, Batches, RewardModel
+from slime_like.reward_server.model import BadText, Batches, RewardModel
 
 
 def make_app(model: RewardModel, tokens: int) -> FastAPI:

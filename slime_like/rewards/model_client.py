@@ -11,14 +11,16 @@ import asyncio
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit, urlunsplit
 
-from slime_like.rewards.custom import RewardArgs
 from slime_like.rewards.remote import require_url
 from slime_like.rewards.reward_server import AnsweredOnce, RewardServer, certificates
-from slime_like.samples.slime_sample import SlimeSample
 from slime_like.text import mask_url, shown
+
+if TYPE_CHECKING:
+    from slime_like.rewards.custom import RewardArgs
+    from slime_like.samples.slime_sample import SlimeSample
 
 CLASSIFY = "/classify"
 PROBE = 'Straße 東京 αβγ: def f(x): return x**2  # 3.14159\n\t{"a": [1, 2]}'

@@ -1,0 +1,1 @@
+"""A server of reward models: slime-like reward-server."""
