@@ -18,6 +18,7 @@ from arguments.megatron_fields import OPTIMIZER_DTYPES
 from arguments.schema import ModelConfig, ParallelConfig
 from slime_like.config import Problem, flag_name
 from slime_like.ngrams import NgramSettings
+from slime_like.yarn import Yarn
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallelConfig
@@ -225,6 +226,8 @@ def transformer_config_type(values: Mapping[str, object]) -> type[TransformerCon
     """The config class with the fields that the network described by `values` needs."""
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
+    if values.get("entry_rates"):
+        return _compressed_config()
     if values.get("stream_rank"):
         return _gated_streams_config()
     if values.get("residual_streams"):
@@ -366,6 +369,44 @@ def _gated_streams_config() -> type[TransformerConfig]:
         linear_output_gate: str = "silu"  # of delta nets
 
     return GatedStreamsConfig
+
+
+@functools.cache
+def _compressed_config() -> type[TransformerConfig]:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    @dataclasses.dataclass
+    class CompressedConfig(TransformerConfig):
+        """TransformerConfig with fields for slime_like/megatron/model/compressed_attention.py, for
+        hyper-connections, and for routers of other kinds."""
+
+        residual_streams: int = 4
+        sinkhorn_iterations: int = 20
+        sinkhorn_epsilon: float = 1e-6
+        q_lora_rank: int = 1024
+        # by layer: tokens of an entry, 0 without entries; whether an indexer selects some of them
+        entry_rates: list[int] = field(default_factory=list)
+        entry_selection: list[int] = field(default_factory=list)
+        entry_topk: int = 512  # entries that it selects per query
+        index_n_heads: int = 64
+        index_head_dim: int = 128
+        output_groups: int = 8  # of the output projection, and the rank of each
+        output_rank: int = 1024
+        rotary_width: int = 64  # of a head: its last dimensions
+        window_rotary_base: float = 10000.0  # of layers without entries
+        entry_rotary_base: float = 160000.0
+        entry_yarn: Yarn | None = None
+        # score of an expert: its logit's, in place of moe_router_score_function
+        router_scores: str = "sqrtsoftplus"
+        # number of first layers that select experts by a table of the file, with a row per token
+        hashed_layers: int = 0
+        hashed_tokens: int = 0
+
+        def __post_init__(self) -> None:
+            self.hetereogenous_dist_checkpoint = True  # tensors of layers differ
+            super().__post_init__()
+
+    return CompressedConfig
 
 
 @functools.cache

@@ -234,6 +234,8 @@ def randomize(model: Any) -> None:
                 parameter.copy_(0.3 * torch.randn_like(parameter))
             elif name.endswith("_compress_gate"):
                 parameter.copy_(0.1 * torch.randn_like(parameter))
+            elif name.endswith(("hc_head.hc_fn", "compressor.gate_proj.weight")):
+                parameter.copy_(0.3 * torch.randn_like(parameter))
             elif parameter.dim() == 1 or name.endswith(("_bias", "_compress_ape")):
                 parameter.add_(0.2 * torch.randn_like(parameter))
             elif name.endswith(("gate.weight", "mm_input_projection_weight")):
@@ -241,6 +243,9 @@ def randomize(model: Any) -> None:
         for name, buffer in model.named_buffers():
             if name.endswith(("e_score_correction_bias", "feed_forward.expert_bias")):
                 buffer.copy_(0.2 * torch.randn_like(buffer))
+            elif name.endswith("tid2eid"):  # distinct experts of each token
+                order = torch.rand(len(buffer), model.config.n_routed_experts).argsort(1)
+                buffer.copy_(order[:, : buffer.size(1)])
             elif name.endswith("layer_scalar"):
                 buffer.copy_(1.0 + 0.3 * torch.rand_like(buffer))
 

@@ -119,10 +119,6 @@ _CLASSIC = "LayerNorm with biases and an MLP without a gate"
 # Popular architectures that are not supported -> (what is missing, the nearest family).
 UNSUPPORTED: Mapping[str, tuple[str, str]] = {
     "DeepseekV2ForCausalLM": ("softmax routing by groups", "DeepseekV3ForCausalLM"),
-    "DeepseekV4ForCausalLM": (
-        "compressed attention (CSA and HCA), a hash router and a learned sum of residual streams",
-        "Glm5NextForConditionalGeneration",
-    ),
     **dict.fromkeys(
         (
             "MambaForCausalLM",
@@ -258,6 +254,8 @@ class ConfigTypes(TypedDict, total=False):
     hybrid_override_pattern: Letters | None
     indexer_types: Names | None
     hybrid_layer_pattern: Integers | None
+    compress_ratios: Integers | None
+    compress_rates: dict[str, object] | None
     mlp_layer_types: Names | None
     per_layer_config: dict[str, object] | None
     mlp_only_layers: Integers | None
@@ -286,6 +284,7 @@ class ConfigTypes(TypedDict, total=False):
     n_shared_experts: Count | None
     num_shared_experts: Count | None
     num_nextn_predict_layers: Count | None
+    num_hash_layers: Count | None
     num_mtp_modules: Count | None
 
 

@@ -72,6 +72,15 @@ def check_delta_net_parallel(s: LayoutSettings) -> list[Problem]:
     return problem("tensor_model_parallel_size", tensor, message)
 
 
+def check_output_groups(s: LayoutSettings) -> list[Problem]:
+    """Of compressed attention, tensor-parallel ranks have whole groups of the output projection."""
+    groups = s.core.get("output_groups")
+    size = s.parallel.tensor_model_parallel_size
+    if groups is None or groups % size == 0:
+        return []
+    return problem("tensor_model_parallel_size", size, f"must divide o_groups {groups}")
+
+
 def check_memory_parallel(s: LayoutSettings) -> list[Problem]:
     """Of a memory of n-grams, tensor-parallel ranks hold equal parts of the tables, and ranks of
     sequence and context parallelism convolve equal numbers of channels."""
@@ -114,7 +123,7 @@ def check_context_parallel(s: Settings) -> list[Problem]:
             )
             problems += problem(name, s.core[name], message)
     if comm_type not in (None, "all_gather"):
-        if s.core.get("index_topk"):
+        if s.core.get("index_topk") or s.core.get("entry_rates"):
             message = "not supported by sparse attention; use all_gather, or remove it"
             problems += problem("cp_comm_type", comm_type, message)
         elif resolve_transformer_impl(s.model, s.machine) == "local":
@@ -205,6 +214,7 @@ PARALLEL_RULES: tuple[Rule, ...] = (
     check_context_parallel,
     check_delta_net_parallel,
     check_memory_parallel,
+    check_output_groups,
     check_pipeline_split,
     check_indexer_stages,
     check_distributed_backend,

@@ -17,6 +17,7 @@ from arguments.rules.layout import (
     check_delta_net_parallel,
     check_indexer_stages,
     check_memory_parallel,
+    check_output_groups,
     check_tensor_parallel,
     check_world_size,
 )
@@ -173,6 +174,7 @@ RULES = (
     check_tensor_parallel,
     check_delta_net_parallel,
     check_memory_parallel,
+    check_output_groups,
     check_pipeline_split,
     check_indexer_stages,
     check_expert_parallel_sizes,

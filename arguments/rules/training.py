@@ -174,6 +174,11 @@ def check_lora_base(s: Settings) -> list[Problem]:
     if not s.lora.lora_rank:
         return []
     problems = []
+    if s.core.get("entry_rates"):
+        message = (
+            "is not supported with DeepSeek-V4: most projections of its attention have no adapters"
+        )
+        problems += problem("lora_rank", s.lora.lora_rank, message)
     load = s.checkpoint.load
     if load is not None and (Path(load) / "config.json").is_file():
         message = (

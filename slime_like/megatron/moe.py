@@ -127,7 +127,13 @@ def _routed_rows(batch: MicroBatch, rank: int, size: int) -> RoutedRows:
     local = slice(total * rank // size, total * (rank + 1) // size)
     assert batch.is_padding is not None
     routed_experts = None if batch.routed_experts is None else batch.routed_experts[local]
-    return RoutedRows(batch.seq_ids[local], batch.num_seqs, batch.is_padding[local], routed_experts)
+    return RoutedRows(
+        batch.seq_ids[local],
+        batch.num_seqs,
+        batch.is_padding[local],
+        batch.tokens[0][local],
+        routed_experts,
+    )
 
 
 def gather_recorded_experts(routers: Sequence[PackedRouter], layout: ParallelLayout) -> Tensor:
@@ -271,5 +277,6 @@ def restore_expert_biases(chunks: Sequence[MegatronModule], biases: Sequence[Ten
 
 
 def _expert_biases(chunks: Sequence[MegatronModule]) -> list[Tensor]:
-    biases = [router.expert_bias for router in all_routers(chunks)]
+    # routers by token have none
+    biases = [getattr(router, "expert_bias", None) for router in all_routers(chunks)]
     return [bias for bias in biases if bias is not None]

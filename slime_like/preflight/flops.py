@@ -10,11 +10,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from arguments.hf.moe import moe_layers
 from arguments.schema import GPTModelConfig
 from slime_like.preflight.shape import (
+    compressed_matrices,
+    compressor_matrices,
     delta_channels,
     delta_matrices,
     head_matrices,
@@ -54,6 +56,11 @@ class ForwardFlops:
     head: float  # of the output layer, per token
     windowed: float = 0.0  # like pair, for layers that attend to at most `window` tokens
     window: int = 0
+    # with compressed entries: like pair, but for those that all tokens see, and for those of which
+    # a token sees at most what `reach` tokens make
+    entries: float = 0.0
+    selected: float = 0.0
+    reach: int = 0
 
     def of_sequences(self, lengths: Iterable[int]) -> tuple[float, float]:
         """FLOPs (in products with weights, in attention and delta nets) of sequences with the given
@@ -61,13 +68,21 @@ class ForwardFlops:
         tokens = 0
         pairs = 0.0
         near = 0.0
+        chosen = 0.0
         for length in lengths:
             tokens += length
             pairs += length * length / 2
-            seen = min(length, self.window)
-            near += length * seen - seen * seen / 2
-        attention = self.pair * pairs + self.windowed * near
+            near += _pairs_within(length, self.window)
+            chosen += _pairs_within(length, self.reach)
+        attention = (self.pair + self.entries) * pairs + self.windowed * near
+        attention += self.selected * chosen
         return self.matrices * tokens, self.mixing * tokens + attention
+
+
+def _pairs_within(length: int, window: int) -> float:
+    """Pairs of a token and one of at most `window` tokens up to it."""
+    seen = min(length, window)
+    return length * seen - seen * seen / 2
 
 
 def forward_flops(config: TransformerConfig, gpt: GPTModelConfig) -> ForwardFlops:
@@ -77,7 +92,9 @@ def forward_flops(config: TransformerConfig, gpt: GPTModelConfig) -> ForwardFlop
     deltas = sum(config.linear_attention_freq or [])
     blocks = getattr(config, "block_pattern", "")  # of layers that are one block
     attentions = blocks.count("*") if blocks else config.num_layers - deltas
-    if config.multi_latent_attention:
+    if hasattr(config, "entry_rates"):
+        weights = attentions * compressed_matrices(config) + compressor_matrices(config)
+    elif config.multi_latent_attention:
         weights = attentions * latent_matrices(config)
     else:
         windows = sum(windowed_layers(config))
@@ -114,6 +131,21 @@ def forward_flops(config: TransformerConfig, gpt: GPTModelConfig) -> ForwardFlop
         head=2.0 * hidden * (gpt.vocab_size or 0),
         windowed=2.0 * near * _pair(config, windowed=not chosen),
         window=chosen or (config.window_size[0] + 1 if near else 0),
+        **_of_entries(config),
+    )
+
+
+def _of_entries(config: TransformerConfig) -> dict[str, Any]:
+    """Fields of ForwardFlops about compressed entries, of which there is one for so many tokens."""
+    if not hasattr(config, "entry_rates"):
+        return {}
+    pair = 2.0 * _pair(config, windowed=False)
+    kinds = list(zip(config.entry_rates, config.entry_selection, strict=True))
+    selecting = [rate for rate, selects in kinds if selects]
+    return dict(
+        entries=sum(pair / rate for rate, selects in kinds if rate and not selects),
+        selected=sum(pair / rate for rate in selecting),
+        reach=config.entry_topk * max(selecting, default=0),
     )
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -25,7 +25,7 @@ from slime_like.megatron.model.hyper_connections import streams_of
 from slime_like.megatron.ops.attention import PackedAttention, PackedRows, packed_rows
 from slime_like.megatron.ops.context_parallel import columns_for_rows, rows_for_columns
 from slime_like.megatron.ops.delta_rule import DeltaRows
-from slime_like.megatron.ops.tables import delta_tables
+from slime_like.megatron.ops.tables import compressed_tables, delta_tables
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.preflight.live_bytes import LiveBytes, MemoryTraffic, group_key
 from slime_like.preflight.one_rank import OneRank
@@ -163,7 +163,8 @@ def run_stage(rank: OneRank, tokens: int, *, gpu: bool) -> Passes:
     for layer in layers:
         memory = getattr(layer, "ngram_memory", None)
         sizes = getattr(layer.self_attention, "sizes", None)  # of a SizedAttention
-        kind = type(layer.mlp), type(layer.self_attention), sizes, type(memory)
+        rate = getattr(layer.self_attention, "rate", None)  # of a CompressedAttention
+        kind = type(layer.mlp), type(layer.self_attention), sizes, type(memory), rate
         kinds.setdefault(kind, []).append(layer)
     units = [(of_kind * unit)[:unit] for of_kind in kinds.values()]
     minimal = list(chain.from_iterable(units))
@@ -204,6 +205,10 @@ def run_micro_batch(
     attend_to_rows(layers, 1 if gpu else layout.cp_size)
     if any(isinstance(layer.self_attention, DeltaNet) for layer in layers):
         mix_rows(layers, meta_rows(packed, config), gpu=gpu)
+    if hasattr(config, "entry_rates"):
+        tables = compressed_tables(packed, config)
+        own = replace(tables, places=tables.places[: tokens // layout.cp_size])
+        packed.entries = own.on(torch.device("meta"))
     clear_rotary_caches(model)
     in_this_thread = torch.autograd.set_multithreading_enabled(False)  # as modes are
     with torch.compiler.set_stance("force_eager"), in_this_thread, _Kernels(gpu), live:

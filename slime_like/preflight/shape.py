@@ -37,6 +37,7 @@ class ModelShape:
     only_mixer: int = 0
     # by which the attentions of layers with a window differ, all together
     of_windows: int = 0
+    compressors: int = 0  # of compressed attentions, all together
     tower: int = 0  # of the vision tower, which text does not pass
     memory: int = 0  # of memories of n-grams without their tables
     tables: int = 0  # of which a token reads a few rows
@@ -51,7 +52,7 @@ class ModelShape:
         layers = (len(self.experts) - self.delta_nets - self.only_mlp) * self.attention
         layers += self.delta_nets * self.delta + dense_layers * self.dense
         layers += sum(self.experts) * self.shared + self.of_windows
-        layers += self.memory + self.tables
+        layers += self.memory + self.tables + self.compressors
         return layers + self.vocabulary * (1 if self.tied else 2) + self.hidden
 
     @property
@@ -81,7 +82,10 @@ def shape_of(config: TransformerConfig, gpt: GPTModelConfig) -> ModelShape:
         norms = 1
         norm_of_mlp = norm
     around = norms * norm + _hyper_connections(config)
-    attention = around + (_latent(config) if config.multi_latent_attention else _heads(config))
+    if hasattr(config, "entry_rates"):
+        attention = around + _compressed(config)
+    else:
+        attention = around + (_latent(config) if config.multi_latent_attention else _heads(config))
 
     def mlp(inner: int, width: int = hidden) -> int:
         own = gated * width * inner
@@ -105,12 +109,13 @@ def shape_of(config: TransformerConfig, gpt: GPTModelConfig) -> ModelShape:
         topk=config.moe_router_topk if experts else 0,
         experts=tuple(moe_layers(config.moe_layer_freq if experts else None, config.num_layers)),
         tied=not gpt.untie_embeddings_and_output_weights,
-        hidden=_final_mixer(config) if gated_streams else norm,
+        hidden=_final_mixer(config) if gated_streams else norm + _streams_head(config),
         delta=around + _delta_net(config),
         delta_nets=sum(config.linear_attention_freq or []),
         only_mlp=blocks.count("-") + blocks.count("E"),
         only_mixer=blocks.count("M") + blocks.count("*"),
         of_windows=_of_windows(config),
+        compressors=_compressors(config),
         tower=0 if gpt.vision is None else sum(map(math.prod, tower_shapes(gpt.vision).values())),
         memory=_memories(config),
         tables=_tables(config),
@@ -128,7 +133,9 @@ def stream_matrices(config: TransformerConfig) -> int:
 
 
 def mixer_matrices(config: TransformerConfig) -> int:
-    """The same of what reads gated streams at the end."""
+    """The same of what reads the streams at the end, where that is no mean."""
+    if hasattr(config, "entry_rates"):  # a CompressedConfig
+        return int(config.residual_streams**2 * config.hidden_size)
     if not hasattr(config, "stream_rank"):
         return 0
     return int(2 * config.stream_rank * config.residual_streams * config.hidden_size)
@@ -146,6 +153,13 @@ def _hyper_connections(config: TransformerConfig) -> int:
 
 def _final_mixer(config: TransformerConfig) -> int:
     return int(mixer_matrices(config) + config.residual_streams * config.hidden_size)
+
+
+def _streams_head(config: TransformerConfig) -> int:
+    """What is in front of the last norm in DeepSeek-V4."""
+    if not hasattr(config, "entry_rates"):
+        return 0
+    return int(mixer_matrices(config) + config.residual_streams + 1)
 
 
 def memory_matrices(config: TransformerConfig) -> int:
@@ -239,6 +253,43 @@ def _delta_net(config: TransformerConfig) -> int:
     decays = heads * (config.linear_key_head_dim if per_channel else 1)
     own = heads + decays + config.linear_value_head_dim
     return int(delta_matrices(config) + convolution + own)
+
+
+def compressed_matrices(config: TransformerConfig) -> int:
+    """Weights of the projections of compressed attention without its compressor: queries and output
+    of low rank, and keys."""
+    hidden = config.hidden_size
+    width = config.num_attention_heads * config.kv_channels
+    queries = config.q_lora_rank * (hidden + width)
+    output = config.output_rank * (width + config.output_groups * hidden)
+    return int(queries + hidden * config.kv_channels + output)
+
+
+def _compressed(config: TransformerConfig) -> int:
+    """Also norms of the query latent and of keys, and sinks."""
+    own = config.q_lora_rank + config.kv_channels + config.num_attention_heads
+    return compressed_matrices(config) + int(own)
+
+
+def compressor_matrices(config: TransformerConfig) -> int:
+    """Weights of the projections of all layers' compressors, twice as many with an overlap."""
+    of_layers = [
+        (2 if selects else 1) * bool(rate)
+        for rate, selects in zip(config.entry_rates, config.entry_selection, strict=True)
+    ]
+    return int(sum(of_layers) * 2 * config.kv_channels * config.hidden_size)
+
+
+def _compressors(config: TransformerConfig) -> int:
+    """Also their biases by place, and norms. Indexers are buffers."""
+    if not hasattr(config, "entry_rates"):
+        return 0
+    own = sum(
+        (rate * (2 if selects else 1) + 1) * config.kv_channels
+        for rate, selects in zip(config.entry_rates, config.entry_selection, strict=True)
+        if rate
+    )
+    return compressor_matrices(config) + int(own)
 
 
 def latent_matrices(config: TransformerConfig) -> int:

@@ -222,7 +222,7 @@ def _parameters(
     parameters = []
     for name, mapping in family.items():
         shapes = mapping.hf_shapes(sizes)
-        if shapes.keys() <= exported:
+        if mapping.fixed or shapes.keys() <= exported:
             continue
         if any_expert(name) not in owners:
             raise RuntimeError(f"no pipeline stage has the parameter {name}")

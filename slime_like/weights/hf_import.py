@@ -17,7 +17,7 @@ from arguments.schema import GPTModelConfig
 from slime_like.checkpoints.manifest import describe
 from slime_like.weights.families import LM_HEAD
 from slime_like.weights.families.base import EMBEDDING, model_families
-from slime_like.weights.mappings import Mapping, Sizes, TensorPart
+from slime_like.weights.mappings import Mapping, Sizes, TensorPart, TokenExperts
 from slime_like.weights.parameter_map import (
     LAYER,
     VALUE_HEAD,
@@ -28,7 +28,7 @@ from slime_like.weights.parameter_map import (
     model_sizes,
     unwrap,
 )
-from slime_like.weights.safetensors_reader import DTYPES, MAX_NAMED, WeightFiles, listed
+from slime_like.weights.safetensors_reader import DTYPES, INTEGERS, MAX_NAMED, WeightFiles, listed
 from slime_like.weights.untrained import repeated_tensors, untrained_prefixes
 
 if TYPE_CHECKING:
@@ -272,10 +272,13 @@ def _check_tensors(
                 problems.append(
                     f"{name} has shape {files.shape(name)} in the file, the model needs {shape}"
                 )
-            if files.dtype(name) not in DTYPES:
+            legal = INTEGERS if mapping.fixed else DTYPES
+            if files.dtype(name) not in legal:
                 problems.append(
-                    f"{name} has dtype {files.dtype(name)}; legal values: {', '.join(DTYPES)}"
+                    f"{name} has dtype {files.dtype(name)}; legal values: {', '.join(legal)}"
                 )
+            elif isinstance(mapping, TokenExperts) and files.shape(name) == shape:
+                problems += mapping.problems(files.read_stored(name), sizes)
     if problems:
         problems = list(dict.fromkeys(problems))
         raise ValueError(f"weights in {folder}: {describe(problems, MAX_NAMED)}")

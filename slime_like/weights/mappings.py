@@ -63,6 +63,12 @@ class Sizes:
     # by layer, where the heads of layers differ; see layer_sizes.py
     attention: tuple[AttentionSizes, ...] = ()
     memory: NgramSettings | None = None  # of n-grams
+    topk: int = 0  # experts of a token
+    # compressed attention: by layer tokens of an entry and whether they overlap, and of the output
+    # projection all ranks of its groups, and inputs of a group
+    entries: tuple[tuple[int, bool], ...] = ()
+    grouped_output: int = 0
+    query_of_group: int = 0
 
     @property
     def expert_hidden(self) -> int:
@@ -167,6 +173,8 @@ class Mapping(ABC):
     # the parameter is a vector, and the file has it with more dimensions
     flat: ClassVar[bool] = False
     linear: ClassVar[bool] = False  # the weight of a linear layer that can have an adapter
+    # integers of the file that never change: not exported, but saved as they were read
+    fixed: ClassVar[bool] = False
 
     @abstractmethod
     def hf_shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
@@ -265,6 +273,36 @@ class ReplicatedRows(Mapping):
 
     def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[TensorPart]:
         return [TensorPart(self.hf, 0, getattr(sizes, self.rows))]
+
+
+@dataclass(frozen=True)
+class TokenExperts(Mapping):
+    """A table [vocabulary, topk] of experts by token, on every rank. It is no weight: it is not
+    exported, but saved as it was read."""
+
+    hf: str
+    sharded: ClassVar[bool] = False
+    fixed: ClassVar[bool] = True
+
+    def hf_shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
+        return {self.hf: (sizes.vocab, sizes.topk)}
+
+    def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[TensorPart]:
+        return [TensorPart(self.hf, 0, sizes.vocab)]
+
+    def problems(self, table: Tensor, sizes: Sizes) -> list[str]:
+        """What is wrong with a table: numbers of no expert, or one expert twice for a token."""
+        outside = (table < 0) | (table >= sizes.experts)
+        if outside.any():
+            row, column = outside.nonzero()[0].tolist()
+            number = int(table[row, column])
+            return [f"{self.hf} has expert {number} of {sizes.experts} for token {row}"]
+        in_order = table.sort(dim=1).values
+        twice = (in_order[:, 1:] == in_order[:, :-1]).any(1)
+        if twice.any():
+            row = int(twice.nonzero()[0])
+            return [f"{self.hf} has an expert twice for token {row}: {table[row].tolist()}"]
+        return []
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from collections.abc import Mapping as MappingOf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -76,8 +76,11 @@ _QKV_BIAS = f"{ATTENTION}.linear_qkv.bias"
 _QK_NORMS = (f"{ATTENTION}.q_layernorm.weight", f"{ATTENTION}.k_layernorm.weight")
 _SINKS = f"{ATTENTION}.core_attention.softmax_offset"
 _FINAL_NORM = "decoder.final_layernorm."
-_BUFFERS = (".router.expert_bias", ".layer_scalar")
+_EXPERT_BIAS = ".router.expert_bias"
+_TOKEN_EXPERTS = ".router.token_experts"
+_BUFFERS = (_EXPERT_BIAS, _TOKEN_EXPERTS, ".layer_scalar")
 _INDEXER = ".self_attention.indexer."  # buffers: the indexer is not trained
+_COMPRESSOR = ".self_attention.compressor."
 # parts of names of a layer that is one block
 _MIXER_PARTS = (".input_layernorm.", ".self_attention.")
 _MLP_PARTS = (".pre_mlp_layernorm.", ".mlp.")
@@ -136,6 +139,9 @@ def family_map(
             parameters.pop(_SINKS, None)
         if memory is None or layer not in memory.layers:
             parameters = {n: mapping for n, mapping in parameters.items() if _MEMORY not in n}
+        if hasattr(config, "entry_rates"):
+            without = _not_in_layer(config, layer)
+            parameters = {n: m for n, m in parameters.items() if not any(w in n for w in without)}
         if shared[layer]:
             parameters = {n: mapping for n, mapping in parameters.items() if _INDEXER not in n}
         if blocks:
@@ -152,6 +158,16 @@ def family_map(
         layer = number + config.num_layers * names.after_the_last
         result |= _numbered(_prediction_layer(parameters, names), number, layer, experts)
     return result
+
+
+def _not_in_layer(config: TransformerConfig, layer: int) -> list[str]:
+    """Parts of names of what other layers of a network with compressed attention have."""
+    without = [_EXPERT_BIAS if layer < config.hashed_layers else _TOKEN_EXPERTS]
+    if not config.entry_selection[layer]:
+        without.append(_INDEXER)
+    if not config.entry_rates[layer]:
+        without.append(_COMPRESSOR)
+    return without
 
 
 def tower_map(vision: VisionSettings) -> dict[str, Mapping]:
@@ -293,10 +309,24 @@ def model_sizes(config: TransformerConfig, gpt: GPTModelConfig) -> Sizes:
         stream_rank=getattr(config, "stream_rank", 0),
         attention=layers_of(config),
         memory=getattr(config, "ngram_memory", None),
+        **_compressed_sizes(config),
     )
 
 
-def _latent_sizes(config: TransformerConfig) -> dict[str, int]:
+def _compressed_sizes(config: TransformerConfig) -> dict[str, Any]:
+    if not hasattr(config, "entry_rates"):
+        return {}
+    pairs = zip(config.entry_rates, config.entry_selection, strict=True)
+    return dict(
+        q_latent=config.q_lora_rank,
+        topk=config.moe_router_topk,
+        entries=tuple((rate, bool(selects)) for rate, selects in pairs),
+        grouped_output=config.output_groups * config.output_rank,
+        query_of_group=config.num_attention_heads * config.kv_channels // config.output_groups,
+    )
+
+
+def _latent_sizes(config: TransformerConfig) -> dict[str, Any]:
     if not config.multi_latent_attention:
         return {}
     return dict(
@@ -308,7 +338,7 @@ def _latent_sizes(config: TransformerConfig) -> dict[str, int]:
     )
 
 
-def _delta_sizes(config: TransformerConfig) -> dict[str, int]:
+def _delta_sizes(config: TransformerConfig) -> dict[str, Any]:
     if not config.linear_attention_freq:
         return {}
     return dict(

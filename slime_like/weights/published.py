@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from slime_like.weights.families import deepseek_v4
 from slime_like.weights.families.kimi_linear import KIMI_LINEAR, published_name
 
 QWEN3_VL_MOE = "Qwen3VLMoeForConditionalGeneration"
@@ -27,6 +28,8 @@ def as_published(class_name: str, name: str, weight: Tensor) -> tuple[str, Tenso
             name = name.replace(theirs, published)
     elif class_name == KIMI_LINEAR:
         name = published_name(name)
+    elif class_name == deepseek_v4.DEEPSEEK_V4:
+        name = deepseek_v4.published_name(name)
     elif class_name == GEMMA3:
         name = with_vision_model(name)
     elif class_name == QWEN3_VL_MOE and name.endswith(_PACKED_EXPERTS):

@@ -20,6 +20,7 @@ from torch import Tensor
 from arguments.hf.quantization import folder_quantization
 from slime_like.checkpoints.files import open_regular, read_json
 from slime_like.weights.export_plan import TensorPlan
+from slime_like.weights.families import deepseek_v4
 from slime_like.weights.families.kimi_linear import KIMI_LINEAR, published_name
 from slime_like.weights.published import GEMMA3, QWEN3_VL_MOE, with_vision_model
 from slime_like.weights.quantized import OTHER_SCALES, QuantizedWeight, find_quantized_weights
@@ -34,6 +35,7 @@ TORCH_DTYPES = {
     "F64": torch.float64,
 }
 DTYPES = tuple(TORCH_DTYPES)
+INTEGERS = ("I32", "I64")  # of tables
 # dtypes of the tensors that store quantised weights
 _STORED_DTYPES = {
     **TORCH_DTYPES,
@@ -282,6 +284,8 @@ def _own_names(
     more = (PREDICTION_LAYERS,) if predicts else ()
     if named == [KIMI_LINEAR]:
         return {published_name(name): tensor for name, tensor in stored.items()}
+    if named == [deepseek_v4.DEEPSEEK_V4]:
+        return {deepseek_v4.published_name(name): tensor for name, tensor in stored.items()}
     if named == [GEMMA3]:
         return {with_vision_model(name): tensor for name, tensor in stored.items()}
     if named == [QWEN3_VL_MOE]:  # either order of dimensions; see `as_published`

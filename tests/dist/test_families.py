@@ -155,6 +155,22 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["indexed_attention", "linear_attention", "indexed_attention"],
         },
     ),
+    # plain rotary embeddings, entries of two tokens, three groups of heads, no hashed layer
+    "DeepSeek-V4 with its own values": (
+        "DeepseekV4ForCausalLM",
+        {
+            **{"num_attention_heads": 6, "o_groups": 6, "o_lora_rank": 3, "sliding_window": 3},
+            **{
+                "compress_rates": {
+                    "compressed_sparse_attention": 2,
+                    "heavily_compressed_attention": 5,
+                }
+            },
+            **{"index_topk": 2, "hc_mult": 2, "num_experts_per_tok": 2, "head_dim": 10},
+            **{"partial_rotary_factor": 0.4, "swiglu_limit": 0.3, "compress_rope_theta": 300.0},
+            **{"rope_parameters": None, "mlp_layer_types": ["moe"] * 3},
+        },
+    ),
     "Gemma 4 with its own values": (
         "Gemma4ForCausalLM",
         {
@@ -331,6 +347,21 @@ CELLS = {
             "Qwen3.8 without pools",
             "--recompute-granularity selective --recompute-modules core_attn layernorm",
         ),
+        ("DeepseekV4ForCausalLM", TP2_EP2),
+        ("DeepseekV4ForCausalLM", f"{CP2} {EP2} {RECOMPUTE['recompute']}"),
+        ("DeepseekV4ForCausalLM", "--micro-batch-size 1"),  # DP2
+        ("DeepseekV4ForCausalLM", f"{PP2} --num-virtual-stages-per-pipeline-rank 2"),
+        (
+            "DeepseekV4ForCausalLM",
+            f"{PP2} --recompute-granularity selective --recompute-modules moe",
+        ),
+        ("DeepSeek-V4 with its own values", f"{TP2_EP2} {RECOMPUTE['recompute']}"),
+        ("DeepSeek-V4 with its own values", f"{CP2} {EP2}"),
+        # DP2
+        (
+            "DeepSeek-V4 with its own values",
+            "--recompute-granularity selective --recompute-modules core_attn layernorm moe",
+        ),
         ("NemotronHForCausalLM", TP2_EP2),
         ("NemotronHForCausalLM", f"{CP2} {EP2} {RECOMPUTE['recompute']}"),
         ("NemotronHForCausalLM", "--micro-batch-size 1"),  # DP2
@@ -387,6 +418,9 @@ CELLS = {
         ("Qwen4ExpForConditionalGeneration", f"{PP2} {EP2}"),
         ("Qwen4ExpForConditionalGeneration", f"{TP2_EP2} {CP2} {RECOMPUTE['recompute']}"),
         ("Qwen4ExpForConditionalGeneration", f"{PP2} {TP2_EP2}"),
+        ("DeepseekV4ForCausalLM", f"{PP2} {EP2}"),
+        ("DeepseekV4ForCausalLM", f"{TP2_EP2} {CP2} {RECOMPUTE['recompute']}"),
+        ("DeepseekV4ForCausalLM", f"{PP2} {TP2_EP2}"),
         ("NemotronHForCausalLM", f"{PP2} {EP2}"),
         ("NemotronHForCausalLM", f"{TP2_EP2} {CP2} {RECOMPUTE['recompute']}"),
         ("Nemotron-3-Super", f"{PP2} {TP2_EP2}"),
@@ -422,6 +456,9 @@ def family_layouts(folder: Path) -> FamilyLayouts:
     def make(family: str, folder: Path) -> None:
         like, changes = (CASES | TIES)[family]
         changes = {k: v for k, v in changes.items() if k != "num_hidden_layers"}
+        if "mlp_layer_types" in changes:
+            last = changes["mlp_layer_types"][-1]
+            changes = changes | {"mlp_layer_types": [*changes["mlp_layer_types"], last]}
         if "layer_types" in changes:
             changes = changes | {"layer_types": [*changes["layer_types"], "full_attention"]}
         make_tiny_model(like, folder, num_hidden_layers=4, **changes)

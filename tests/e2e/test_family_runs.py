@@ -29,7 +29,7 @@ from tests.e2e.programs import TrainServer
         *("GraniteMoeSharedForCausalLM", "MiMoV2FlashForCausalLM"),
         *("Gemma4ForConditionalGeneration", "Lfm2MoeForCausalLM"),
         *("NemotronHForCausalLM", "Glm5NextForConditionalGeneration"),
-        "Qwen4ExpForConditionalGeneration",
+        *("Qwen4ExpForConditionalGeneration", "DeepseekV4ForCausalLM"),
     ],
 )
 def test_it_trains(server: TrainServer, work: Workspace, tmp_path: Path, family: str) -> None:
@@ -49,8 +49,8 @@ def test_it_trains(server: TrainServer, work: Workspace, tmp_path: Path, family:
     same = [name for name in before if torch.equal(before[name], after[name])]
     tower = r"\.visual\.|\b(vision_tower|embed_vision)\.|projector\."
     memory = r"\.ple_embedding\.(layer|ngram_heads)_"
-    frozen = re.compile(rf"{tower}|{memory}|^mtp\.|\.indexer\.|layer_scalar$")
-    router = re.compile(r"e_score_correction_bias|feed_forward\.expert_bias")
+    frozen = re.compile(rf"{tower}|{memory}|^mtp\.|\.indexer\.|layer_scalar$|tid2eid$")
+    router = re.compile(r"e_score_correction_bias|feed_forward\.expert_bias|ffn\.gate\.bias")
     untrained = {name for name in before if frozen.search(name)}
     assert untrained == {name for name in same if not router.search(name)}
     class_for_text(AutoConfig.from_pretrained(out / "hf")).from_pretrained(out / "hf")

@@ -43,6 +43,7 @@ LAYERS = (
         "slime_like.torchrun",
         "slime_like.types",
         "slime_like.validation",
+        "slime_like.yarn",
     ),
     (
         "slime_like.advantages",

@@ -24,6 +24,14 @@ Decode = Callable[
 BatchSize = Callable[[Sequence[GenerateRequest], SamplingParams], int]
 
 
+# whether two requests can be decoded in one batch
+Together = Callable[[GenerateRequest, GenerateRequest], bool]
+
+
+def _any(first: GenerateRequest, other: GenerateRequest) -> bool:
+    return True
+
+
 @dataclass(frozen=True, slots=True)
 class _PendingRequest:
     request: GenerateRequest
@@ -35,8 +43,18 @@ class Batcher:
     """Decodes one batch at a time, of at most `batch_size` requests with equal sampling parameters.
     Requests that arrive during a batch wait for it to finish."""
 
-    def __init__(self, decode: Decode, batch_size: BatchSize, token_lock: threading.Lock) -> None:
-        """token_lock: held while computing a token and while replacing weights."""
+    def __init__(
+        self,
+        decode: Decode,
+        batch_size: BatchSize,
+        token_lock: threading.Lock,
+        together: Together = _any,
+    ) -> None:
+        """
+        Args:
+            token_lock: Held while computing a token and while replacing weights.
+            together: Limits which requests share a batch.
+        """
         self.paused = False
         self._decode = decode
         self._batch_size = batch_size
@@ -45,6 +63,7 @@ class Batcher:
         self._aborted: set[int] = set()
         self._pump: asyncio.Task[None] | None = None
         self._token_lock = token_lock
+        self._together = together
 
     async def submit(self, request: GenerateRequest, sampling: SamplingParams) -> GenerateOutput:
         loop = asyncio.get_running_loop()
@@ -105,8 +124,13 @@ class Batcher:
     def _next_batch(self) -> list[_PendingRequest]:
         """The oldest request and others with equal sampling parameters. Equal prompts are adjacent,
         so that each is prefilled once."""
-        sampling = self._waiting[0].sampling
-        compatible = [pending for pending in self._waiting if pending.sampling == sampling]
+        first = self._waiting[0]
+        sampling = first.sampling
+        compatible = [
+            pending
+            for pending in self._waiting
+            if pending.sampling == sampling and self._together(first.request, pending.request)
+        ]
         batch = compatible[
             : self._batch_size([pending.request for pending in compatible], sampling)
         ]

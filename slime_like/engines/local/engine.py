@@ -10,6 +10,7 @@ changes about one token in 10^7.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Collection, Iterator, Sequence
 
@@ -34,6 +35,9 @@ from slime_like.weights.untrained import untrained_weights
 CACHE_BYTES = 256 * 2**20
 FEWEST = 64
 MOST = 512
+# transformers' classes that take padding in front of a prompt for tokens, by model type:
+# DeepSeek-V4's compresses it
+WITHOUT_PADDING = ("deepseek_v4",)
 
 
 class LocalEngine(RolloutEngine):
@@ -81,7 +85,8 @@ class LocalEngine(RolloutEngine):
         self.tied = bool(getattr(config, "tie_word_embeddings", False))
         self._model = model.eval().requires_grad_(False)
         self._slots = WeightSlots(self._model)
-        if images is not None:
+        self._pads = config.get_text_config().model_type not in WITHOUT_PADDING
+        if images is not None or self._slots.has_tables:
             self._slots.keep(untrained_weights(read_hf_model(hf_checkpoint), hf_checkpoint))
         self._weights_complete = False
         self._device = torch.device(device)
@@ -98,7 +103,9 @@ class LocalEngine(RolloutEngine):
         )
         self._images = images
         self._token_lock = threading.Lock()  # weights are only replaced between two tokens
-        self._batcher = Batcher(self._decoder.decode, self._batch_size, self._token_lock)
+        self._batcher = Batcher(
+            self._decoder.decode, self._batch_size, self._token_lock, self._together
+        )
         text_config = config.get_text_config()
         self._cache_bytes_per_token = cache_bytes_per_token(text_config, dtype)
         self._vocab_size: int = text_config.vocab_size
@@ -130,8 +137,7 @@ class LocalEngine(RolloutEngine):
         )
         outputs: list[GenerateOutput | None] = [None] * len(requests)
         size = self._batch_size(requests, sampling)
-        for start in range(0, len(order), size):
-            chunk = order[start : start + size]
+        for chunk in self._chunks(order, requests, size):
             tokens = self._decoder.decode([requests[i] for i in chunk], sampling, frozenset())
             while True:
                 with self._token_lock:
@@ -165,6 +171,22 @@ class LocalEngine(RolloutEngine):
         self._weights_complete = False
         self._decoder.free()
         del self._model, self._slots
+
+    def _chunks(
+        self, order: Sequence[int], requests: Sequence[GenerateRequest], size: int
+    ) -> Iterator[list[int]]:
+        """Requests that are decoded together, at most `size` of them. order: sorted by length."""
+        runs = [list(order)]
+        if not self._pads:
+            by_length = itertools.groupby(order, lambda i: len(requests[i].prompt_tokens))
+            runs = [list(run) for _, run in by_length]
+        for run in runs:
+            for start in range(0, len(run), size):
+                yield run[start : start + size]
+
+    def _together(self, first: GenerateRequest, other: GenerateRequest) -> bool:
+        """Whether two requests can be decoded in one batch."""
+        return self._pads or len(first.prompt_tokens) == len(other.prompt_tokens)
 
     def _batch_size(self, requests: Sequence[GenerateRequest], sampling: SamplingParams) -> int:
         if self._local_batch_size is not None:

@@ -25,18 +25,25 @@ class WeightSlots:
     def __init__(self, model: PreTrainedModel) -> None:
         has_conversions = bool(get_model_conversion_mapping(model, add_legacy=False))
         self._slots: dict[str, Tensor] = {}
+        self._tables: dict[str, Tensor] = {}
         for name, weight in model.state_dict().items():
-            if not weight.is_floating_point():  # no weight: it follows from config.json
-                continue
+            views = {name: weight}
             if has_conversions:
-                self._slots |= _checkpoint_views(model, name, weight)
-            else:
-                self._slots[name] = weight
+                views = _checkpoint_views(model, name, weight)
+            if weight.is_floating_point():
+                self._slots |= views
+            else:  # no weight: it is in the files, or follows from config.json
+                self._tables |= views
         tied_names: dict[int, set[str]] = {}  # by address
         for name, slot in self._slots.items():
             tied_names.setdefault(slot.data_ptr(), set()).add(name)
         self._same_slot = {name: tied_names[s.data_ptr()] for name, s in self._slots.items()}
         self._kept: set[str] = set()  # names that updates may leave out
+
+    @property
+    def has_tables(self) -> bool:
+        """Whether the model has tables of integers."""
+        return bool(self._tables)
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -45,9 +52,11 @@ class WeightSlots:
 
     def keep(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Load weights that updates may leave out because they do not change, e.g. of a frozen
-        vision tower. Names that the model does not have are ignored."""
+        vision tower, and tables of integers. Names that the model does not have are ignored."""
         for name, tensor in weights:
-            if name in self._slots:
+            if name in self._tables:
+                self._tables[name].copy_(tensor)
+            elif name in self._slots:
                 self._slots[name].copy_(tensor)
                 self._kept.add(name)
 

@@ -75,6 +75,7 @@ class FinalMixer(GatedConnection):
     megatron-core's norms."""
 
     inject_weight = None
+    ends_streams = True
 
     def __init__(
         self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object

@@ -24,7 +24,7 @@ from slime_like.megatron.model.policy import HalfPrecisionModule, PolicyModel
 from slime_like.megatron.model.value import ValueModel
 from slime_like.megatron.model.vision import SeesImages, add_vision
 from slime_like.megatron.ops.attention import PackedAttention
-from slime_like.megatron.ops.router import PackedRouter
+from slime_like.megatron.ops.router import PackedRouter, tell_routers_tokens
 from slime_like.megatron.parallel_layout import ParallelLayout
 
 MODEL_SHAPE = (
@@ -75,6 +75,10 @@ MODEL_FUNCTION = {
     "residual_streams": "hc_mult", "sinkhorn_iterations": "hc_sinkhorn_iters",
     "sinkhorn_epsilon": "hc_eps", "stream_rank": "hc_lowrank",
     "ngram_memory": "ple_layer_ids", "linear_output_gate": "output_gate_type",
+    "entry_rates": "compress_rates", "entry_selection": "layer_types", "entry_topk": "index_topk",
+    "output_groups": "o_groups", "output_rank": "o_lora_rank", "rotary_width": "qk_rope_head_dim",
+    "entry_rotary_base": "compress_rope_theta", "entry_yarn": "rope_scaling",
+    "router_scores": "scoring_func", "hashed_layers": "num_hash_layers",
 }  # fmt: skip
 EMBEDDING_FUNCTION = {
     "position_embedding_type": "", "rotary_base": "rope_theta",
@@ -220,6 +224,10 @@ def decoder_spec(
         from slime_like.megatron.model.gated_streams import use_gated_streams
 
         use_gated_streams(block)
+    if hasattr(config, "entry_rates"):
+        from slime_like.megatron.model.compressed_attention import use_compressed_attention
+
+        use_compressed_attention(block)
     return block
 
 
@@ -285,6 +293,8 @@ def build_chunks(
             from slime_like.megatron.model.ngram_memory import add_tokens
 
             add_tokens(chunk)
+        if getattr(config, "hashed_layers", 0):
+            tell_routers_tokens(chunk)
         if torch.cuda.is_available() and not next(chunk.parameters()).is_meta:
             chunk = chunk.to(torch.cuda.current_device())
         chunks.append(chunk)

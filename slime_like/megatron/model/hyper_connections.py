@@ -23,6 +23,7 @@ from slime_like.megatron.ops.hyper_connections import (
     number_of_weights,
     read_streams,
     spread,
+    sum_of_streams,
     write_streams,
 )
 
@@ -128,6 +129,51 @@ class HyperConnectedLayer(TransformerLayer):
         return connection.write(hidden_states, output, *weights)
 
 
+class StreamsHead(torch.nn.Module):
+    """What reads the streams at the end in DeepSeek-V4, [T, N, H] -> [T, 1, H]: a learned sum, and
+    the last norm. It has the arguments of megatron-core's norms."""
+
+    weight: Tensor  # of the norm
+    sum_weight: Tensor
+    sum_base: Tensor
+    sum_scale: Tensor
+    ends_streams = True
+
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object
+    ) -> None:
+        super().__init__()
+        self.config, self.eps = config, eps
+        streams = config.residual_streams
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        like: dict[str, Any] = {"dtype": config.params_dtype, "device": device}
+        tensors = {
+            "weight": torch.ones(hidden_size, **like),
+            "sum_weight": torch.zeros(streams, streams * hidden_size, **like),
+            "sum_base": torch.zeros(streams, **like),
+            "sum_scale": torch.ones(1, **like),
+        }
+        if config.perform_initialization:
+            tensors["sum_weight"].normal_(std=INITIAL_STD)
+        for name, tensor in tensors.items():
+            parameter = torch.nn.Parameter(tensor)
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+            self.register_parameter(name, parameter)
+
+    def forward(self, streams: Tensor) -> Tensor:
+        summed = sum_of_streams(
+            streams,
+            self.sum_weight,
+            self.sum_base,
+            self.sum_scale,
+            norm_epsilon=self.config.layernorm_epsilon,
+            epsilon=self.config.sinkhorn_epsilon,
+        )
+        wide = summed.to(torch.promote_types(summed.dtype, torch.float32))
+        normed = F.rms_norm(wide, wide.shape[-1:], eps=self.eps)
+        return (self.weight.to(wide.dtype) * normed).to(summed.dtype)
+
+
 def _without_residual(
     training: bool, fused: bool
 ) -> Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]:
@@ -142,10 +188,13 @@ def _without_residual(
 
 def add_streams(chunk: LanguageModule) -> None:
     """Spread embeddings over the streams, and take the mean of the streams at the end, as GLM-5.3
-    does. Gated streams end by a mixer in place of the last norm (gated_streams.py)."""
+    does, unless they end by what is in place of the last norm: `StreamsHead`, or the mixer of gated
+    streams (gated_streams.py)."""
     if chunk.pre_process:
         chunk.embedding.register_forward_hook(_spread_embedding)
-    if chunk.post_process and not hasattr(chunk.config, "stream_rank"):
+    if not chunk.post_process:
+        return
+    if not getattr(chunk.decoder.final_layernorm, "ends_streams", False):
         chunk.decoder.final_layernorm.register_forward_pre_hook(_mean_before_norm)
 
 

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from slime_like.images.rows import ImagePass
     from slime_like.megatron.ops.ahead import AheadRows
     from slime_like.megatron.ops.delta_rule import DeltaRows
+    from slime_like.megatron.ops.entries import EntryTables
     from slime_like.megatron.ops.far_rows import FarRows
     from slime_like.megatron.ops.image_blocks import ImageBlocks
     from slime_like.megatron.ops.ngrams import NgramRows
@@ -63,6 +64,7 @@ class PackedRows(PackedSeqParams):
     # of networks that need them; see ops/tables.py
     delta: DeltaRows | None = None
     far: FarRows | None = None
+    entries: EntryTables | None = None
     ahead: tuple[AheadRows, ...] = ()  # of each prediction layer
     images: ImagePass | None = None
     blocks: ImageBlocks | None = None  # of images within which attention is in both directions

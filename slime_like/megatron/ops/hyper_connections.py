@@ -171,6 +171,47 @@ def write_gated_streams(streams: Tensor, output: Tensor, writing: Tensor) -> Ten
     return streams + writing.unsqueeze(-1) * output
 
 
+def sum_of_streams(
+    streams: Tensor,
+    weight: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    *,
+    norm_epsilon: float,
+    epsilon: float,
+) -> Tensor:
+    """What DeepSeek-V4 reads at the end: a sum with weights like those of `read_streams`.
+
+    Args:
+        streams: [T, N, H].
+        weight, base, scale: [N, N H], [N] and [1], of a.
+        norm_epsilon, epsilon: See `read_streams`.
+
+    Returns:
+        [T, 1, H].
+    """
+    settings = (norm_epsilon, epsilon)
+    found: Tensor = checkpoint(_sum, streams, weight, base, scale, *settings, use_reentrant=False)
+    return found
+
+
+def _sum(
+    streams: Tensor,
+    weight: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    norm_epsilon: float,
+    epsilon: float,
+) -> Tensor:
+    """See `sum_of_streams`."""
+    dtype = torch.promote_types(streams.dtype, torch.float32)
+    flat = streams.to(dtype).flatten(1)
+    norm = torch.rsqrt(flat.square().mean(-1, keepdim=True) + norm_epsilon)
+    scores = F.linear(flat, weight.to(dtype)) * norm
+    reading = (scores * scale.to(dtype) + base.to(dtype)).sigmoid() + epsilon
+    return (reading.unsqueeze(-1) * streams.to(dtype)).sum(1, keepdim=True).to(streams.dtype)
+
+
 def spread(hidden: Tensor, streams: int) -> Tensor:
     """[T, 1, H] -> [T, N, H], all streams alike."""
     return hidden.repeat(1, streams, 1)

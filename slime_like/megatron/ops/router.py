@@ -4,6 +4,8 @@
   expert bias, loads.
 - The sequence-wise auxiliary loss is computed per packed sequence; megatron-core would treat all
   rows as one sequence.
+- A router may select experts by a table with a row for each token of the vocabulary (DeepSeek-V4's
+  first layers); weights are those of its scores.
 - The selected experts can be recorded and replayed in a later pass. Replay changes only the
   selection; weights and gradients still come from the current router's scores of those experts
   (routing replay: arXiv 2507.18071; as in slime).
@@ -16,13 +18,18 @@ checkpointing a layer's first call runs without gradients and the second with th
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+import torch.nn.functional as F
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_parallel_region
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
+
+SQRT_SOFTPLUS = "sqrtsoftplus"
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +40,7 @@ class RoutedRows:
     seq_ids: Tensor  # [t] int64
     num_seqs: int
     padding: Tensor  # [t] bool
+    tokens: Tensor  # [t] int64
     # [t, MoE layers of this rank, topk]: experts to replay, negative where the router selects
     routed_experts: Tensor | None = None
 
@@ -62,6 +70,11 @@ class PackedRouter(TopKRouter):
         self._rows: RoutedRows | None = None  # rows of the current call
         self._first_call = True  # False in a recomputation
         self.router_replay = _Choice(self)  # TopKRouter calls it for the top k
+        self.token_experts: Tensor | None = None  # [vocabulary, topk] int64
+        self._tokens: Tensor | None = None  # [t] of the current call
+        # score of a logit, where it is not one of megatron-core's
+        self._scores = getattr(self.config, "router_scores", None)
+        assert self._scores in (None, SQRT_SOFTPLUS)
         self.register_buffer(
             "load", torch.zeros(self.num_experts, device=self.weight.device), persistent=False
         )
@@ -71,6 +84,18 @@ class PackedRouter(TopKRouter):
         """Buffers that stay in float32 in a model in half precision: all, the bias of the experts
         and counts."""
         return [name for name, _ in self.named_buffers(recurse=False)]
+
+    def set_layer_number(self, layer_number: int) -> None:
+        """As in megatron-core; a layer that selects experts by token gets its table."""
+        super().set_layer_number(layer_number)
+        if self.token_experts is None and layer_number <= getattr(self.config, "hashed_layers", 0):
+            del self.token_experts
+            shape = (self.config.hashed_tokens, self.topk)
+            table = torch.zeros(shape, dtype=torch.int64, device=self.weight.device)
+            self.register_buffer("token_experts", table)
+            # what these experts are does not change: there is nothing to balance
+            self.enable_expert_bias = False
+            del self.expert_bias, self.local_tokens_per_expert
 
     def begin(self, rows: Sequence[RoutedRows], *, slot: int, record: bool) -> None:
         """Start a pass over micro-batches; it lasts until the next `begin`.
@@ -101,6 +126,7 @@ class PackedRouter(TopKRouter):
         if self._pass is None:
             return super().forward(input, padding_mask)
         self._rows = self._rows_of_this_call(self._pass)
+        self._tokens = self._rows.tokens
         assert self._rows.padding.numel() == input.size(0) * input.size(1), (
             "a router was called out of order"
         )
@@ -118,7 +144,10 @@ class PackedRouter(TopKRouter):
         return current.rows[index]
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        probs, routing_map = super().routing(logits, padding_mask)
+        if self._scores == SQRT_SOFTPLUS:
+            probs, routing_map = self._routing_by_softplus(logits, padding_mask)
+        else:
+            probs, routing_map = super().routing(logits, padding_mask)
         if epsilon := getattr(self.config, "router_epsilon", 0.0):
             # LFM2 divides sigmoids by their sum and this, megatron-core by their sum and 1e-20
             scores = logits.view(-1, self.num_experts).to(probs.dtype).sigmoid()
@@ -127,6 +156,53 @@ class PackedRouter(TopKRouter):
         if self._first_call and padding_mask is not None:
             self.load += (routing_map & ~padding_mask.view(-1, 1)).sum(dim=0)
         return probs, routing_map
+
+    def _routing_by_softplus(
+        self, logits: Tensor, padding_mask: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """`TopKRouter.routing` with DeepSeek-V4's scores."""
+        length, batch = logits.shape[:2]
+        logits = logits.view(-1, self.num_experts)
+        padding = None if padding_mask is None else padding_mask.reshape(-1)
+        logits = self.apply_z_loss(logits, padding)
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        scores = F.softplus(logits.to(dtype)).sqrt()
+        ranked = scores.detach()
+        if self.token_experts is None and self.expert_bias is not None:
+            ranked = ranked + self.expert_bias
+        _, experts = self.choose(ranked, self._select, self.topk)
+        weights = scores.gather(1, experts)
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+        weights = weights * (self.config.moe_router_topk_scaling_factor or 1.0)
+        probs = torch.zeros_like(scores).scatter(1, experts, weights).to(logits.dtype)
+        routing_map = torch.zeros_like(scores, dtype=torch.bool).scatter(1, experts, True)
+        if self.training and torch.is_grad_enabled() and self.is_aux_loss_enabled():
+            shares = scores / (scores.sum(dim=-1, keepdim=True) + 1e-20)
+            # of the scores alone, as in megatron-core
+            largest = torch.zeros_like(routing_map).scatter(1, scores.topk(self.topk).indices, True)
+            if padding is not None:
+                shares = shares * ~padding.unsqueeze(1)
+                largest = largest & ~padding.unsqueeze(1)
+            masked = padding is not None
+            probs = self._apply_aux_loss(probs, shares, largest, masked)
+            probs = self._apply_seq_aux_loss(probs, shares, largest, length, batch, masked)
+            probs = self._apply_global_aux_loss(probs, shares, largest, masked)
+        self._apply_expert_bias(routing_map, padding)
+        return probs, routing_map
+
+    def _select(self, scores: Tensor, topk: int, *_: object) -> tuple[Tensor, Tensor]:
+        """The experts of each token by the table, or those with the largest scores. Returns
+        (scores, experts), [t, topk] each."""
+        if self.token_experts is None:
+            values, experts = scores.topk(topk, dim=1)
+            return values, experts
+        assert self._tokens is not None, "`tell_routers_tokens` was called with the chunk"
+        experts = self.token_experts[self._tokens]
+        return scores.gather(1, experts), experts
+
+    def tell_tokens(self, tokens: Tensor) -> None:
+        """Tokens [t] of the next calls, if there is no `begin`."""
+        self._tokens = tokens
 
     def _apply_aux_loss(
         self,
@@ -263,6 +339,24 @@ class PackedRouter(TopKRouter):
             counts = torch.stack([(differs & replayed).sum(), replayed.sum()])
             current.disagreement += counts.double()
         return scores.gather(1, experts), experts
+
+
+def tell_routers_tokens(chunk: LanguageModule) -> None:
+    """Give routers that select by token the tokens of each pass through a chunk, on every pipeline
+    stage."""
+    chunk.register_forward_pre_hook(_tell_tokens, with_kwargs=True)
+
+
+def _tell_tokens(
+    module: LanguageModule, inputs: Sequence[Any], settings: Mapping[str, Any]
+) -> None:
+    tokens = (inputs[0] if inputs else settings["input_ids"])[0]
+    if module.config.sequence_parallel:
+        group = module.pg_collection.tp
+        tokens = tokens.chunk(group.size())[group.rank()]
+    for router in module.modules():
+        if isinstance(router, PackedRouter):
+            router.tell_tokens(tokens)
 
 
 class _Choice:

@@ -7,7 +7,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from slime_like.megatron.ops.attention import PackedRows
+from slime_like.megatron.ops.compressed_attention import entry_tables
 from slime_like.megatron.ops.delta_rule import CHANNEL_CHUNK, CHUNK, DeltaRows, delta_rows
+from slime_like.megatron.ops.entries import EntryTables
 from slime_like.megatron.ops.image_blocks import image_blocks
 from slime_like.megatron.ops.sparse_attention import far_rows
 
@@ -28,6 +30,8 @@ def prepare_rows(
         rows.delta = delta_tables(rows, config)
     if topk := getattr(config, "index_topk", None):
         rows.far = far_rows(rows, topk, config.index_pool)
+    if hasattr(config, "entry_rates"):
+        rows.entries = compressed_tables(rows, config)
     if last_visible is not None:
         rows.blocks = image_blocks(last_visible, rows.lengths, rows.context)
 
@@ -37,3 +41,9 @@ def delta_tables(rows: PackedRows, config: TransformerConfig) -> DeltaRows:
     per_channel = getattr(config, "linear_decay_per_channel", False)
     chunk = CHANNEL_CHUNK if per_channel else CHUNK
     return delta_rows(rows.cu_seqlens_q, rows.lengths, chunk)
+
+
+def compressed_tables(rows: PackedRows, config: TransformerConfig) -> EntryTables:
+    """The entries of a network's compressed attentions."""
+    rates = sorted({rate for rate in config.entry_rates if rate})
+    return entry_tables(rows, rates).on(rows.cu_seqlens_q.device)

@@ -2,6 +2,7 @@
 
 from slime_like.weights.families import (  # noqa: F401  (each registers its family)
     deepseek_v3,
+    deepseek_v4,
     deepseek_v32,
     dots1,
     ernie4_5,

@@ -84,6 +84,13 @@ QWEN4 = {
     "hc_count": 2, "hc_lowrank": 6, "indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 24, "indexer_budget": 512,
     "indexer_compress_ratio": 4, "ple_layer_ids": [1, 3], "ngram_vocab_size_base": 100, "eos_token_id": 1,
 }  # fmt: skip
+# a layer of each kind of attention, one of them with experts by token
+DEEPSEEK_V4 = {
+    **MOE, "architectures": ["DeepseekV4ForCausalLM"], "model_type": "deepseek_v4", "num_key_value_heads": 1, "head_dim": 24,
+    **dict.fromkeys(("num_experts", "mlp_only_layers", "norm_topk_prob")), "q_lora_rank": 20, "o_lora_rank": 10, "o_groups": 2,
+    "n_routed_experts": 8, "qk_rope_head_dim": 8, "index_n_heads": 4, "index_head_dim": 8, "index_topk": 16, "hc_mult": 2,
+    "compress_ratios": [0, 4, 128, 4, 0], "num_hash_layers": 1, "num_nextn_predict_layers": 1, "swiglu_limit": 7.0, "sliding_window": 16,
+}  # fmt: skip
 MINIMAX = {
     **MOE, "architectures": ["MiniMaxM2ForCausalLM"], "model_type": "minimax_m2", "num_local_experts": 4, "rotary_dim": 8,
     **dict.fromkeys(("num_experts", "moe_intermediate_size", "norm_topk_prob", "mlp_only_layers")),
@@ -223,7 +230,7 @@ def test_the_advice_helps(tmp_path: Path) -> None:
     "changes",
     [
         *({}, MOE, {"tie_word_embeddings": False}, DELTA_NETS, KIMI, NEMOTRON, GLM5, MINIMAX, GLM4),
-        *(QWEN4, GPT_OSS, GEMMA3, GRANITE, GRANITE_4, MIMO_V2, GEMMA4, LFM2),
+        *(QWEN4, GPT_OSS, GEMMA3, GRANITE, GRANITE_4, MIMO_V2, GEMMA4, LFM2, DEEPSEEK_V4),
     ],
     ids=[
         "dense, tied",
@@ -243,6 +250,7 @@ def test_the_advice_helps(tmp_path: Path) -> None:
         "MiMo-V2",
         "Gemma 4",
         "LFM2",
+        "DeepSeek-V4",
     ],
 )
 def test_formula_of_parameters(tmp_path: Path, changes: dict[str, Any]) -> None:
@@ -309,6 +317,8 @@ def test_a_micro_batch_through_memories(tmp_path: Path) -> None:
         ({**GLM5, "index_topk": 16}, True),
         ({**GLM5, "index_topk": 16}, False),
         ({**QWEN4, "indexer_budget": 16}, True),
+        (DEEPSEEK_V4, True),
+        (DEEPSEEK_V4, False),
     ],
 )
 def test_residual_streams_in_memory(tmp_path: Path, changes: dict[str, Any], gpu: bool) -> None:
@@ -323,7 +333,7 @@ def test_residual_streams_in_memory(tmp_path: Path, changes: dict[str, Any], gpu
             built = build_rank(config.megatron, config.gpt, layout, gpu=gpu)
             kept[streams] = run_stage(built, 256, gpu=gpu).kept
     hidden = 256 * 64 * config.megatron.transformer.params_dtype.itemsize
-    inputs = 5 if "hc_count" in changes else 4  # of four layers, and of the final mixer
+    inputs = 4 if "index_kpool" in changes else 5  # of four layers, and of what is at the end
     assert kept[4] - kept[2] == 2 * hidden * inputs
 
 

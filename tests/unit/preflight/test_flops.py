@@ -30,6 +30,7 @@ from slime_like.preflight.shape import (  # noqa: E402
 from slime_like.trainer.factory import make_throughput  # noqa: E402
 from tests.unit.command_lines import complete, problems_of  # noqa: E402
 from tests.unit.preflight.test_check import (  # noqa: E402
+    DEEPSEEK_V4,
     DELTA_NETS,
     GLM4,
     GLM5,
@@ -64,6 +65,7 @@ LATENT = {
         pytest.param(NEMOTRON, id="Mamba-2"),
         pytest.param(GLM5, id="residual streams"),
         pytest.param(QWEN4, id="gated streams"),
+        pytest.param(DEEPSEEK_V4, id="compressed attention"),
         pytest.param(LATENT, id="latent"),
         pytest.param(MOE, marks=pytest.mark.extended, id="experts"),
         pytest.param({**LATENT, "q_lora_rank": None}, marks=pytest.mark.extended, id="whole q"),
@@ -87,9 +89,13 @@ def test_products_with_weights(
     transformer = config.megatron.transformer
     flops = forward_flops(transformer, config.gpt)
     expected = 3 * TOKENS * flops.matrices
-    if changes is GLM5:  # in backward again, and what mixes the streams, in every layer
+    if changes in (
+        GLM5,
+        DEEPSEEK_V4,
+    ):  # in backward again, and what mixes the streams, in every layer
         mixed = 3 * 2 * 2 * 2 * 2 * 64
         expected += TOKENS * 4 * (2 * stream_matrices(transformer) + mixed)
+        expected += TOKENS * 2 * mixer_matrices(transformer)
     elif changes is QWEN4:
         again = 4 * stream_matrices(transformer) + mixer_matrices(transformer)
         expected += TOKENS * 2 * (again + memory_matrices(transformer))
@@ -121,6 +127,12 @@ def test_attention_and_delta_rules(tmp_path: Path) -> None:
     streams = 2 * (2 * 2 + 2 * 2 + 2 * 4) * 64  # read, write and mix two streams, twice in a layer
     assert mixed.windowed == 1 * 4 * 2 * (20 + 12) and mixed.window == 512
     assert mixed.mixing == 3 * (2 * 4 * 3 * 40 + 6 * 4 * 10 * 10) + 4 * streams
+    # four windows; two layers with entries of four tokens, of which a token sees 16, one of 128
+    config = tiny(tmp_path, changes=DEEPSEEK_V4, world=1)
+    mixed = forward_flops(config.megatron.transformer, config.gpt)
+    pair = 2 * 4 * (24 + 24)
+    assert (mixed.pair, mixed.windowed, mixed.window) == (0, 4 * pair, 16)
+    assert (mixed.entries, mixed.selected, mixed.reach) == (pair / 128, 2 * pair / 4, 4 * 16)
 
 
 def test_sequences() -> None:
@@ -129,6 +141,8 @@ def test_sequences() -> None:
     assert flops.of_sequences([3, 5]) == (80, 8 + 2 * (9 + 25) / 2)
     near = ForwardFlops(matrices=0, mixing=0, pair=0, head=0, windowed=2, window=4)
     assert near.of_sequences([3, 10]) == (0, 9 + 2 * (16 / 2 + 6 * 4))
+    some = ForwardFlops(matrices=0, mixing=0, pair=0, head=0, entries=4.0, selected=2.0, reach=4)
+    assert some.of_sequences([3, 10]) == (0, 4 * (9 + 100) / 2 + 9 + 2 * (16 / 2 + 6 * 4))
 
 
 def test_windows(tmp_path: Path) -> None:
