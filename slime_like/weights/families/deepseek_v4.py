@@ -280,13 +280,10 @@ class ByGroups(ColumnParallel):
 
 @dataclass(frozen=True)
 class OfEntries(OfLayer):
-    """What a compressor has, on every rank; of which layer says how many tokens it is for.
-
-    width: A field of Sizes, twice with an overlap.
-    """
+    """What a compressor has, on every rank. Its layer says for how many tokens."""
 
     hf: str
-    width: str
+    width: str  # a field of Sizes; twice as much with an overlap
     bias: bool = False  # by place within an entry, in place of a matrix
     sharded: ClassVar[bool] = False
 
