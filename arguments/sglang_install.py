@@ -68,6 +68,21 @@ def server_fields(sglang: Path) -> set[str]:
     return fields_of([sglang / "srt" / "server_args.py", *further])
 
 
+def deterministic_backends(sglang: Path) -> set[str]:
+    """The attention backends that its --enable-deterministic-inference supports; empty if this
+    version does not list them where we look."""
+    name = "DETERMINISTIC_ATTENTION_BACKEND_CHOICES"
+    for file in (sglang / "srt" / "arg_groups" / "choices.py", sglang / "srt" / "server_args.py"):
+        if not file.is_file():
+            continue
+        for node in ast.parse(file.read_text(encoding="utf-8")).body:
+            if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.List):
+                continue
+            if any(isinstance(target, ast.Name) and target.id == name for target in node.targets):
+                return {str(ast.literal_eval(item)) for item in node.value.elts}
+    return set()
+
+
 def router_fields(router: Path) -> set[str]:
     return fields_of([router / "router_args.py"])
 

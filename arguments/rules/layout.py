@@ -237,10 +237,12 @@ def default_micro_batches(values: Mapping[str, object]) -> dict[str, object]:
     """Default settings for micro-batches if no flag sets them: a token budget.
 
     Micro-batches of one sample remain the default where a budget is not possible (--qkv-format
-    bshd, token_mean_legacy), and with pipeline parallelism, which needs many micro-batches.
+    bshd, token_mean_legacy, --true-on-policy-mode), and with pipeline parallelism, which needs many
+    micro-batches.
     """
     single_samples = (
         values.get("qkv_format") == "bshd"
+        or values.get("true_on_policy_mode")
         or values.get("loss_reduction") == "token_mean_legacy"
         or values.get("pipeline_model_parallel_size", 1) != 1
         or values.get("critic_pipeline_model_parallel_size") not in (None, 1)

@@ -43,6 +43,7 @@ from arguments.rules.learning_rate import SCHEDULE_WARNINGS
 from arguments.rules.moe import MOE_RULES, MOE_WARNINGS
 from arguments.rules.muon import MUON_RULES, warn_muon_blockwise
 from arguments.rules.network import NETWORK_RULES
+from arguments.rules.on_policy import ON_POLICY_RULES
 from arguments.rules.profiling import PROFILING_RULES
 from arguments.rules.scheduling import SCHEDULING_RULES
 from arguments.rules.served_rewards import SERVED_REWARD_RULES
@@ -119,6 +120,7 @@ RULES: tuple[Rule, ...] = (
     *AGENT_RULES,
     *SGLANG_RULES,
     *VLLM_RULES,
+    *ON_POLICY_RULES,
     *FILE_RULES,
     *PROFILING_RULES,
     reject_server_flags,

@@ -391,6 +391,30 @@ class GuardConfig(CheckedSettings):
         "rollout above it is a breach.",
         legal=NON_NEGATIVE,
     )
+    true_on_policy_mode: bool = arg(
+        False,
+        "Require that the log-probs of trainer and rollout engine are equal bit for bit, in every "
+        "rollout; the first difference ends the run. With the local engine the trainer itself "
+        "draws the tokens that transformers' model drafts. SGLang servers get "
+        "--enable-deterministic-inference, which needs a GPU.",
+        excludes=(
+            "loss_type=sft_loss",
+            "@pairs",
+            "rollout_engine=vllm",
+            "debug_rollout_only",
+            "debug_train_only",
+            "load_debug_rollout_data, whose weights were another run's",
+            "use_rollout_logprobs, which replaces the trainer's log-probs; remove that flag",
+            "async_rollout, whose tokens older weights have sampled",
+            "partial_rollout, whose tokens older weights have sampled",
+            "rollout_top_p<1, which samples from another distribution than the one trained on",
+            "rollout_top_k>0, which samples from another distribution than the one trained on",
+            "use_dynamic_batch_size, whose micro-batches have several sequences, and the bits of "
+            "a matrix product depend on its size",
+            "micro_batch_size>1, since the bits of a matrix product depend on its size",
+            "log_probs_micro_batch_size>1, since the bits of a matrix product depend on its size",
+        ),
+    )
     train_rollout_diff_patience: int = arg(
         3, "Consecutive breaches before the run stops.", legal=AT_LEAST_ONE
     )

@@ -82,6 +82,9 @@ class GenerateRequest:
     seed: int  # any 64-bit integer
     # of the prompt, in the order of their placeholders, of which there are as many as features
     images: tuple[EncodedImage, ...] = ()
+    # the first tokens of the response, which the local engine takes instead of sampling them; the
+    # others are sampled as if these had been
+    forced: tuple[int, ...] = ()
 
     @property
     def prompt(self) -> PromptKey:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from arguments.run_config import RunConfig
     from slime_like.engines.base import RolloutEngine
     from slime_like.images.processor import ImageProcessor
+    from slime_like.megatron.network import Network
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,8 @@ class EngineContext:
     output_dir: Path  # the run's folder, for logs
     # of the model's images, with --multimodal-keys; an engine uses the trainer's, which remembers
     image_processor: ImageProcessor | None = None
+    # of this rank, in a run that trains; its weights are the engine's after a weight update
+    policy: Network | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +75,7 @@ def register_rollout_engine(
 _HERE = "slime_like.engines"
 rollout_engines.add_lazy(
     "local",
-    f"{_HERE}.local.engine:make_local_engine",
+    f"{_HERE}.local.factory:make_local_engine",
     help="transformers' generation inside each training rank.",
 )
 rollout_engines.add_lazy(

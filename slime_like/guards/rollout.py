@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slime_like.distributed.collectives import any_rank
+from slime_like.distributed.collectives import any_rank, gather
 from slime_like.guards.finite import GuardError
 from slime_like.logs import warn_rank_0
 from slime_like.losses.mismatch import (
@@ -85,15 +85,17 @@ class RolloutGuards:
     """Guards on the log-prob difference between trainer and rollout engine, separately for tokens
     sampled by the current weights and by older ones. Collective over the data-parallel ranks."""
 
-    def __init__(self, limit: float, patience: int, *, recorded: bool) -> None:
+    def __init__(self, limit: float, patience: int, *, recorded: bool, exact: bool = False) -> None:
         """
         Args:
             limit: See `train_rollout_limit`.
             patience: Consecutive breaches that stop the run.
             recorded: The rollouts are another run's, possibly from other weights, so the difference
                 is reported but not checked.
+            exact: With --true-on-policy-mode: every difference must be exactly 0.
         """
         self.recorded = recorded
+        self.exact = exact
         self.fresh = LogProbGuard(limit, patience)
         self.stale = LogProbGuard(max(STALE_LIMIT, limit), patience, prefix="stale tokens: ")
 
@@ -130,10 +132,12 @@ class RolloutGuards:
             Metrics of the difference.
 
         Raises:
-            GuardError: `patience` consecutive breaches.
+            GuardError: `patience` consecutive breaches; with `exact` any difference.
         """
         metrics: dict[str, float] = {}
         sources = complete(samples[i] for i in local_indices)
+        if self.exact:
+            check_exact(old, local, [str(sample.sample_id) for sample in sources], weight_version)
         if all(s.rollout_log_probs is not None for s in local):
             masks = [s.loss_mask for s in local]
             if not self.recorded:
@@ -216,6 +220,66 @@ def growth_warning(by_place: Mapping[str, float], limit: float) -> str | None:
                 f"{first:.3g} in {names[0]}, {last:.3g} in {names[-1]}"
             )
     return None
+
+
+def check_exact(
+    old: Sequence[Tensor], local: Sequence[TrainSample], names: Sequence[str], weight_version: int
+) -> None:
+    """Require equal log-probs of trainer and rollout engine, bit for bit. Collective: all ranks
+    raise the same error.
+
+    Args:
+        old, local: See `RolloutGuards.check_rollout`.
+        names: Of the samples.
+        weight_version: Version of the policy before the update.
+
+    Raises:
+        GuardError: Names the first token of the lowest rank that has a difference.
+    """
+    by_rank = [first for first in gather(_first_difference(old, local, names)) if first is not None]
+    if by_rank:
+        # the ranks of one replica of the model have the same samples
+        total = sum(first.tokens for first in {first.sample: first for first in by_rank}.values())
+        raise GuardError(
+            f"--true-on-policy-mode: {by_rank[0]}, with weight version {weight_version}; log-probs "
+            f"that differ: {total}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first token of a rank at which trainer and rollout engine differ."""
+
+    sample: str
+    token: int  # index within its response
+    trainer: float
+    engine: float | None  # None: it reported no log-probs
+    tokens: int  # of this rank, that differ
+
+    def __str__(self) -> str:
+        engine = "none" if self.engine is None else f"{self.engine:.9g}"
+        return (
+            f"the log-prob of token {self.token} of the response of sample {self.sample} is "
+            f"{self.trainer:.9g} in the trainer and {engine} in the rollout engine"
+        )
+
+
+def _first_difference(
+    old: Sequence[Tensor], local: Sequence[TrainSample], names: Sequence[str]
+) -> Difference | None:
+    first = None
+    total = 0
+    for trainer, sample, name in zip(old, local, names, strict=True):
+        engine = sample.rollout_log_probs
+        differs = sample.loss_mask.clone()
+        if engine is not None:
+            differs &= trainer != engine  # NaN differs from everything
+        total += int(differs.sum())
+        if first is None and differs.any():
+            at = int(differs.nonzero()[0])
+            reported = None if engine is None else float(engine[at])
+            first = Difference(name, at, float(trainer[at]), reported, 0)
+    return None if first is None else replace(first, tokens=total)
 
 
 def require_rollout_log_probs(sample: TrainSample) -> Tensor:

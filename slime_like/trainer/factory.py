@@ -102,6 +102,7 @@ def rollout_guards(config: RunConfig) -> RolloutGuards:
         train_rollout_limit(config),
         config.guards.train_rollout_diff_patience,
         recorded=config.debug.load_debug_rollout_data is not None,
+        exact=config.guards.true_on_policy_mode,
     )
 
 

@@ -197,7 +197,9 @@ def make_rollouter(
     ):
         return None
     make_engine = rollout_engines.get(config.rollout.rollout_engine)
-    context = EngineContext(config, tokenizer, backend.device, output_dir, image_processor)
+    context = EngineContext(
+        config, tokenizer, backend.device, output_dir, image_processor, backend.policy
+    )
     engine = make_engine(context)
     if config.reward.custom_rm_path is None and dist.get_rank() == 0:
         for layer in confinement.unenforced():

@@ -120,8 +120,9 @@ class Decoder:
         live_index = torch.arange(len(requests), device=self._device)
         prompt_width = mask.size(1) - sampling.max_new_tokens
         for step in range(sampling.max_new_tokens):
+            forced = [requests[row].forced[step : step + 1] for row in live]
             tokens = self._append_token(
-                [rows[row] for row in live], logits, uniforms[live_index, step], sampling
+                [rows[row] for row in live], logits, uniforms[live_index, step], sampling, forced
             )
             continuing = self._mark_stopped(rows, live, stop_ids, sampling.stop)
             if step + 1 == sampling.max_new_tokens:
@@ -158,20 +159,30 @@ class Decoder:
                     rows[row].routed_experts.append(routed_experts)
 
     def _append_token(
-        self, rows: Sequence[_Row], logits: Tensor, uniforms: Tensor, sampling: SamplingParams
+        self,
+        rows: Sequence[_Row],
+        logits: Tensor,
+        uniforms: Tensor,
+        sampling: SamplingParams,
+        forced: Sequence[tuple[int, ...]],
     ) -> Tensor:
         """Sample one token for each of B rows. Returns the tokens [B].
 
         Args:
             logits: [B, V].
             uniforms: [B].
+            forced: Of each row the token to take instead, or ().
         """
         if reports_sampling_mask(sampling):
+            assert not any(forced), "a forced token may be outside of the sampling mask"
             tokens, log_probs, kept = sample_from_sets(logits, uniforms, sampling, self._never)
             for row, members in zip(rows, kept.cpu(), strict=True):
                 row.sampling_mask.append(members.nonzero()[:, 0].int())
         else:
-            tokens, log_probs = sample_tokens(logits, uniforms, sampling, self._never)
+            given = None
+            if any(forced):
+                given = torch.tensor([row[0] if row else -1 for row in forced], device=self._device)
+            tokens, log_probs = sample_tokens(logits, uniforms, sampling, self._never, given)
         # one read for both, the only wait for a GPU: float64 holds tokens and float32 exactly
         both = torch.stack([tokens.double(), log_probs.float().double()]).tolist()
         for row, token, log_prob in zip(rows, *both, strict=True):
@@ -375,16 +386,22 @@ def draw_uniforms(seeds: Sequence[int], count: int) -> Tensor:
 
 
 def sample_tokens(
-    logits: Tensor, uniforms: Tensor, sampling: SamplingParams, never: Sequence[int] = ()
+    logits: Tensor,
+    uniforms: Tensor,
+    sampling: SamplingParams,
+    never: Sequence[int] = (),
+    given: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Sample one token per row by inverting the cumulative distribution in float64.
 
     logits [B, V]; uniforms [B] float64 (not read when greedy). Returns tokens [B] int64 and
     log_probs [B] float32, the latter under the temperature-scaled distribution before top-k and
     top-p. NaN logits give a NaN log-prob. never: tokens that are not sampled, as if top-k had left
-    them out.
+    them out. given: [B] int64, tokens to take instead where they are not -1.
     """
     tokens, _, scores = _sample(logits, uniforms, sampling, never)
+    if given is not None:
+        tokens = torch.where(given < 0, tokens, given)
     return tokens, _log_prob(scores, tokens)
 
 

@@ -25,7 +25,6 @@ from slime_like.engines.base import GenerateOutput, GenerateRequest, RolloutEngi
 from slime_like.engines.local.batcher import Batcher
 from slime_like.engines.local.decoder import Decoder
 from slime_like.engines.local.weight_loader import WeightSlots
-from slime_like.engines.registry import EngineContext
 from slime_like.hf_class import class_for_images, class_for_text
 from slime_like.images.processor import ImageProcessor
 from slime_like.weights.untrained import untrained_weights
@@ -278,22 +277,6 @@ class LocalEngine(RolloutEngine):
         ids = torch.tensor([list(tokens)], device=self._device)
         logits = self._model(input_ids=ids).logits[0, first - 1 : -1].float()
         return (logits / (temperature or 1.0)).log_softmax(-1)
-
-
-def make_local_engine(context: EngineContext) -> LocalEngine:
-    """The local engine; each rank has one, with the full model."""
-    config = context.config
-    assert config.model.hf_checkpoint is not None
-    return LocalEngine(
-        config.model.hf_checkpoint,
-        context.tokenizer,
-        local_batch_size=config.rollout.rollout_local_batch_size,
-        device=context.device,
-        dtype=config.megatron.transformer.params_dtype,
-        trust_remote_code=config.model.trust_remote_code,
-        tied=False if config.unties_output_layer else None,
-        images=context.image_processor,
-    )
 
 
 # names of towers and their projectors in transformers' classes

@@ -47,6 +47,7 @@ from slime_like.weights.families import model_families
 logger = logging.getLogger(__name__)
 ROUTES_SETTING = "enable_return_routed_experts"  # server argument
 MASKS_SETTING = "sampling_mask_max_tokens"  # likewise
+DETERMINISTIC = "enable_deterministic_inference"
 # Servers keep the features of images that they have seen, and no update of weights drops them.
 NO_FEATURE_CACHE = {"SGLANG_VLM_CACHE_SIZE_MB": "0"}
 AXES = "rotary_emb.axis_map"
@@ -104,6 +105,7 @@ class SglangProgram(ServerProgram):
     overrides: Mapping[str, object] = field(default_factory=dict)  # the user's --sglang flags
     tower: str | None = None  # of a run with images: "frozen" or "trained"
     adapter: AdapterNeeds | None = None  # servers get adapters
+    deterministic: bool = False
 
     def command(self, slot: Slot) -> tuple[str, ...]:
         settings: dict[str, object] = {}
@@ -124,6 +126,8 @@ class SglangProgram(ServerProgram):
             settings["node_rank"] = slot.node_rank
         if self.reports_routed_experts:
             settings[ROUTES_SETTING] = True
+        if self.deterministic:
+            settings[DETERMINISTIC] = True
         if self.longest_mask is not None:
             settings.setdefault(MASKS_SETTING, self.longest_mask)
         if self.adapter is not None:
@@ -155,6 +159,7 @@ class SglangKind(ServerKind):
             config.sglang.sglang_server_flags or {},
             None if vision is None else "trained" if vision.trained else "frozen",
             adapter_needs(config),
+            config.guards.true_on_policy_mode,
         )
 
     def router(self, config: SglangConfig, logs: Path) -> Router | None:
@@ -171,6 +176,8 @@ class SglangKind(ServerKind):
             )
         if (needs := adapter_needs(config)) is not None:
             require_adapters(pool, needs)
+        if config.guards.true_on_policy_mode:
+            require_deterministic(pool)
         if config.rollout.use_rollout_routing_replay:
             require_routed_experts(pool)
         if (longest := longest_mask(config)) is not None:
@@ -246,10 +253,26 @@ def routes_format(config: RunConfig) -> RoutesFormat | None:
 def require_routed_experts(pool: ServerPool) -> None:
     """Raise RunError naming a server that does not report routed experts."""
     for url, info in _settings_of_servers(pool, "return_routed_experts"):
-        if info.get(ROUTES_SETTING) is False:
+        flag = f"--use-rollout-routing-replay: the engine {url}"
+        if ROUTES_SETTING not in info:
             raise RunError(
-                f"--use-rollout-routing-replay: the engine {url} does not report routed "
-                "experts; start it with --enable-return-routed-experts"
+                f"{flag} reports no routed experts: its /server_info has no {ROUTES_SETTING}; use "
+                "a version of SGLang that has --enable-return-routed-experts"
+            )
+        if info[ROUTES_SETTING] is not True:
+            raise RunError(
+                f"{flag} does not report routed experts; start it with "
+                "--enable-return-routed-experts"
+            )
+
+
+def require_deterministic(pool: ServerPool) -> None:
+    """Raise RunError naming a server whose results depend on the other requests of a batch."""
+    for url, info in _settings_of_servers(pool):
+        if info.get(DETERMINISTIC) is not True:
+            raise RunError(
+                f"--true-on-policy-mode: the engine {url} is not deterministic; start it with "
+                "--enable-deterministic-inference"
             )
 
 
@@ -270,9 +293,11 @@ def require_sampling_masks(pool: ServerPool, longest: int) -> None:
             )
 
 
-def _settings_of_servers(pool: ServerPool, field: str) -> Iterator[tuple[str, dict[str, object]]]:
-    """URL and settings of each server, for requests with this field, which sglang_router drops."""
-    if pool.router is not None:
+def _settings_of_servers(
+    pool: ServerPool, field: str | None = None
+) -> Iterator[tuple[str, dict[str, object]]]:
+    """URL and settings of each server. field: of requests, which sglang_router drops."""
+    if pool.router is not None and field is not None:
         logger.info("rollout requests bypass sglang_router, which drops %s", field)
     for worker in pool.alive():
         try:

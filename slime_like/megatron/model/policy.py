@@ -19,7 +19,12 @@ from torch import Tensor
 from slime_like.megatron.model.bases import on_base
 from slime_like.megatron.model.vision import SeesImages
 from slime_like.megatron.ops.attention import PackedRows
-from slime_like.megatron.ops.fused_linear_logprob import DEFAULT_CHUNK_SIZE, fused_linear_log_probs
+from slime_like.megatron.ops.fused_linear_logprob import (
+    DEFAULT_CHUNK_SIZE,
+    Projection,
+    fused_linear_log_probs,
+    scaled_logits,
+)
 from slime_like.megatron.ops.soft_cross_entropy import soft_cross_entropy
 from slime_like.megatron.ops.top_tokens import top_tokens
 from slime_like.megatron.parallel_layout import ParallelLayout
@@ -287,6 +292,21 @@ class LogProbHead:
         if self.top_k:
             columns += self._top_tokens(hidden, weight, batch).to(columns[0].dtype).unbind(1)
         return TokenOutput(columns)
+
+    def scaled_logits(self, model: torch.nn.Module, batch: MicroBatch, hidden: Tensor) -> Tensor:
+        """The logits [N, V] of the N active rows that `__call__` makes log-probs of, at the
+        temperature. Without tensor parallelism."""
+        assert self.layout.tp_size == 1, "checked on the command line"
+        projection = Projection(
+            hidden[0].index_select(0, active_rows(batch)),
+            head_weight(model),
+            None,
+            self.temperature,
+            self.vocab_size,
+            self.chunk_size,
+            softcap=logit_softcap(model),
+        )
+        return scaled_logits(projection)
 
     def _top_tokens(self, hidden: Tensor, weight: Tensor, batch: MicroBatch) -> Tensor:
         """The most likely tokens, [T, top_k] int64, 0 at inactive rows."""

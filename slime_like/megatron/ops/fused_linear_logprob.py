@@ -130,6 +130,19 @@ class Projection:
         return logits.clamp_(min=LOWEST) if self.has_banned else logits
 
 
+@torch.no_grad()
+def scaled_logits(head: Projection) -> Tensor:
+    """All logits [N, num_columns], capped and divided by the temperature, for drawing tokens. They
+    are computed in the blocks of `fused_linear_log_probs` and so have the bits that its log-probs
+    are made of."""
+    logits = head.hidden.new_empty((head.hidden.size(0), head.num_columns), dtype=head.dtype)
+    workspace = head.workspace()
+    for columns in head.column_blocks():
+        for rows in head.row_blocks():
+            logits[rows, columns] = head.blocks(workspace, rows, columns)[0]
+    return logits
+
+
 def columns_of_rank(
     weight: Tensor, vocab_size: int, group: dist.ProcessGroup | None
 ) -> tuple[int, int]:

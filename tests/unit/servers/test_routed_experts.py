@@ -18,7 +18,11 @@ from slime_like.checked_json import InvalidResponse
 from slime_like.engines.base import GenerateOutput, GenerateRequest, SamplingParams
 from slime_like.engines.local.engine import LocalEngine
 from slime_like.engines.sglang.engine import SglangEngine
-from slime_like.engines.sglang.factory import SglangKind, require_routed_experts
+from slime_like.engines.sglang.factory import (
+    SglangKind,
+    require_deterministic,
+    require_routed_experts,
+)
 from slime_like.errors import RunError
 from slime_like.servers.launches import engine_launches
 from slime_like.servers.nodes import find_nodes
@@ -213,7 +217,8 @@ def test_a_server_that_reports_none_is_named_before_the_run(
     one: tuple[FakeServer, SglangEngine],
 ) -> None:
     server, engine = one
-    require_routed_experts(engine.pool)  # it does not say
+    with pytest.raises(RunError, match="/server_info has no enable_return_routed_experts"):
+        require_routed_experts(engine.pool)
     server.info = {**server.info, "enable_return_routed_experts": True}
     require_routed_experts(engine.pool)
     server.info = {**server.info, "enable_return_routed_experts": False}
@@ -222,3 +227,15 @@ def test_a_server_that_reports_none_is_named_before_the_run(
         match=f"the engine {server.url} does not report routed experts.*--enable-return-routed-experts",
     ):
         require_routed_experts(engine.pool)
+
+
+def test_a_server_that_is_not_deterministic_is_named_before_the_run(
+    one: tuple[FakeServer, SglangEngine],
+) -> None:
+    server, engine = one
+    require_deterministic(engine.pool)
+    for info in ({"enable_deterministic_inference": False}, {"tp_size": 1}):
+        server.info, kept = info, server.info
+        with pytest.raises(RunError, match=f"the engine {server.url} is not deterministic"):
+            require_deterministic(engine.pool)
+        server.info = kept
