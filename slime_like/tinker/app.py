@@ -44,6 +44,10 @@ CLIENT_CONFIG = {  # features of the SDK that are not implemented here are off
     "sample_use_retrieve_futures": False,
     "custom_loss_server_side": True,
     "sample_join_sampling_session": True,
+    # of older SDKs, such as 0.24 (SkyRL's): what 0.38 always does
+    "proto_write_fwdbwd": True,
+    "fwd_via_fwdbwd": True,
+    "create_model_via_load_weights": True,
 }
 # if the client supports it, larger results are announced with their size first
 METADATA_ONLY_BYTES = 2**20

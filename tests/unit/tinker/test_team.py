@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,36 @@ def test_an_operator_sees_who_holds_what_and_others_do_not(tmp_path: Path) -> No
     gone = api.get("samplers/session-of-another:sample:0", **{"X-API-Key": SECOND})
     assert gone.status_code == 404 and "make room" not in gone.text
     api.close()
+
+
+def test_a_silent_session_ends_with_its_models_and_samplers(api: Api) -> None:
+    """After --session-timeout-s without a heartbeat; one that is heard of stays."""
+    silent, model = api.session, api.model
+    sent = {"model_id": model, "seq_id": 1, "sampling_session_seq_id": 1}
+    sampler = api.post("retrieve_future", api.post("save_weights_for_sampler", sent))
+    folder = Path(api.service.registry.samplers[sampler["sampling_session_id"]].folder)
+    api.open()
+    timeout_s = api.service.config.session_timeout_s
+    later = time.time() + timeout_s + 1
+    api.service.sessions.end_silent_sessions(later - 2)
+    assert folder.exists() and not api.service.registry.sessions[silent].finished
+    api.service.registry.sessions[api.session].seen = later
+    api.service.sessions.end_silent_sessions(later)
+    assert api.send("session_heartbeat", b'{"session_id": "%s"}' % silent.encode(), {}).status_code == 410  # fmt: skip
+    api.post("session_heartbeat", {"session_id": api.session})
+    step = {"model_id": model, "seq_id": 2, "adam_params": {}}
+    error = api.post("retrieve_future", api.post("optim_step", step))["error"]
+    assert error == f"model {model} was unloaded: its session has finished"
+    assert api.get(f"samplers/{sampler['sampling_session_id']}").status_code == 404
+    assert not folder.exists()
+    api.still_executes()
+
+
+def test_older_sdks_are_told_to_do_what_the_newest_does(api: Api) -> None:
+    """SDK 0.24, which SkyRL pins, has switches for it; without them it sends passes as JSON."""
+    config = api.post("client/config", {"sdk_version": "0.24.1"})
+    for switch in ("proto_write_fwdbwd", "fwd_via_fwdbwd", "create_model_via_load_weights"):
+        assert config[switch] is True
 
 
 def test_a_checkpoint_is_deleted_by_kind_and_name(api: Api) -> None:
