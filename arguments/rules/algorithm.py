@@ -101,11 +101,17 @@ CORRECTION_RULES: tuple[Rule, ...] = (
 WIDE_FOR_A_GEOMETRIC_MEAN = 0.01
 
 
-def check_opsm(s: Settings) -> list[Problem]:
-    if not s.algorithm.use_opsm or not (s.supervised or s.loss.correction == "forbidden"):
+def check_loss_masks(s: Settings) -> list[Problem]:
+    """The masks that are computed with the loss."""
+    if not (s.supervised or s.loss.correction == "forbidden"):
         return []
     message = f"cannot be combined with the loss {s.loss.name}, which has no old policy; remove it"
-    return problem("use_opsm", None, message)
+    problems = []
+    if s.algorithm.use_opsm:
+        problems += problem("use_opsm", None, message)
+    if s.algorithm.estr_threshold is not None:
+        problems += problem("estr_threshold", s.algorithm.estr_threshold, message)
+    return problems
 
 
 def check_legacy_reduction(s: Settings) -> list[Problem]:
@@ -139,7 +145,7 @@ def check_entropy_bounds(s: Settings) -> list[Problem]:
     return []
 
 
-LOSS_RULES: tuple[Rule, ...] = (check_entropy_bounds, check_opsm, check_legacy_reduction)
+LOSS_RULES: tuple[Rule, ...] = (check_entropy_bounds, check_loss_masks, check_legacy_reduction)
 
 
 def warn_wide_clip_range(s: Settings) -> str | None:

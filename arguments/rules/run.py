@@ -182,6 +182,8 @@ def warn_unbounded_staleness(s: Settings) -> str | None:
     staleness = s.scheduling.staleness
     if staleness <= 1 or s.supervised or not s.trains or s.loss.correction == "masks":
         return None
+    if s.algorithm.estr_threshold is not None:
+        return None
     if s.algorithm.use_rollout_logprobs and s.loss.bounds_ratio:
         return None
     if not s.algorithm.use_rollout_logprobs and s.off_policy.enabled:

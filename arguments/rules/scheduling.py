@@ -30,7 +30,7 @@ PATHS = (
 OWN_ROLLOUT = "slime.rollout.sglang_rollout.generate_rollout"  # the built-in default
 # slime's rollout functions that are built in under other flags -> what to use
 OTHER_ROLLOUTS = {
-    "slime.rollout.fully_async_rollout.": "use --async-rollout",
+    "slime.rollout.fully_async_rollout.": "use --async-rollout --fully-async",
     "slime.rollout.sft_rollout.": "--loss-type sft_loss needs no function",
     "slime.rollout.forge_load.": "use --load-debug-rollout-data",
 }

@@ -234,6 +234,18 @@ class AlgorithmConfig(CheckedSettings):
         legal=NON_NEGATIVE,
         needs="use_opsm",
     )
+    estr_threshold: float | None = arg(
+        None,
+        "Entropy-scaled trust region (ESTR): drop tokens whose squared log-ratio to the rollout "
+        "engine's policy is above this times their entropy; default: off.",
+        legal=POSITIVE,
+    )
+    estr_entropy_floor: float = arg(
+        0.01,
+        "Added to the entropy for --estr-threshold, in nats.",
+        legal=POSITIVE,
+        needs="estr_threshold",
+    )
     positive_nll_coef: float = arg(
         0.0,
         "VAPO: weight of the mean NLL of samples with a positive reward, added to the loss.",

@@ -141,6 +141,8 @@ def _resolve_async_rollout(parsed: ParsedArgs) -> None:
     if parsed.values.get("rollout_function_path") == ASYNC_ROLLOUT:
         del parsed.values["rollout_function_path"]
         parsed.values["async_rollout"] = True
+        # its worker keeps episodes in flight across rollouts, and a rollout takes what has ended
+        parsed.values.setdefault("fully_async", True)
 
 
 def _resolve_distillation(parsed: ParsedArgs) -> None:

@@ -9,7 +9,7 @@ over all tokens of all micro-batches on all ranks.
 
     u     weight of the reduction
     w     equal to u, unless the caller brings advantages that are already normalised
-    k, c  keep mask (also from OPSM) and importance weight of the off-policy correction
+    k, c  keep mask (also from OPSM and ESTR) and importance weight of the off-policy correction
     v     1 / (tokens of the step in samples with a positive reward) on those tokens: VAPO's
           imitation of correct samples, arXiv 2504.05118, section 4.3
     o     1 / (observation tokens of the step) on those, which an environment wrote between an
@@ -28,9 +28,10 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from slime_like.config import NON_NEGATIVE, UNIT, CheckedSettings, arg
+from slime_like.config import NON_NEGATIVE, POSITIVE, UNIT, CheckedSettings, arg
 from slime_like.lazy import Tensor, torch
 from slime_like.losses.distillation import set_divergence
+from slime_like.losses.estr import estr_keep
 from slime_like.losses.inputs import LossInputs
 from slime_like.losses.kl import KL_ESTIMATORS, kl_estimate
 from slime_like.losses.opsm import opsm_keep
@@ -52,6 +53,8 @@ class LossTerms(CheckedSettings):
     distillation_coef: float = arg(0.0, "Weight of the teacher divergence.", legal=NON_NEGATIVE)
     distillation_alpha: float = arg(1.0, "Kind of divergence; 1: reverse KL.", legal=UNIT)
     opsm_delta: float | None = arg(None, "Delta of opsm.py; None: off.", legal=NON_NEGATIVE)
+    estr_threshold: float | None = arg(None, "Tau of estr.py; None: off.", legal=POSITIVE)
+    estr_entropy_floor: float = arg(0.01, "Epsilon of estr.py.", legal=POSITIVE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +136,10 @@ def weighted_terms(
         keep, clipped = opsm_keep(inputs, terms.opsm_delta)
         inputs = replace(inputs, keep_mask=inputs.kept & keep)
         metrics["opsm_clipfrac"] = clipped
+    if terms.estr_threshold is not None:
+        keep, dropped = estr_keep(inputs, terms.estr_threshold, terms.estr_entropy_floor)
+        inputs = replace(inputs, keep_mask=inputs.kept & keep)
+        metrics["estr_mask_ratio"] = dropped
     output = policy_loss.fn(inputs, policy_config)
     metrics = {**output.metrics, **metrics}
     losses = output.token_losses
@@ -208,6 +215,10 @@ def _check(inputs: LossInputs, policy_loss: PolicyLoss, terms: LossTerms) -> Non
     if terms.opsm_delta is not None and correction == "forbidden":
         raise ValueError(
             f"policy loss {name} takes no off-policy sequence mask: it has no old policy"
+        )
+    if terms.estr_threshold is not None and correction == "forbidden":
+        raise ValueError(
+            f"policy loss {name} takes no entropy-scaled trust region: it has no old policy"
         )
     if inputs.policy_weights is not None and not policy_loss.homogeneous:
         warnings.warn(

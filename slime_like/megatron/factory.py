@@ -358,6 +358,8 @@ def make_objective(config: RunConfig) -> Objective:
         distillation_coef=config.distillation.opd_kl_coef if config.distillation.opd_topk else 0.0,
         distillation_alpha=config.distillation.opd_alpha,
         opsm_delta=algorithm.opsm_delta if algorithm.use_opsm else None,
+        estr_threshold=algorithm.estr_threshold,
+        estr_entropy_floor=algorithm.estr_entropy_floor,
     )
     level = config.off_policy.tis_ratio_type or "token"
     path = algorithm.custom_loss_function_path

@@ -39,7 +39,8 @@ WIDER = {
     "token mask": "--token-mask-is-threshold-low 0.4 --token-mask-is-threshold-high 2.5",
     "M2PO": "--m2po-threshold 0.08",
     "all at once": "--tis-ratio-type token --outlier-token-is-threshold-high 6 --sequence-mask-metric product --product-mask-low 0.05 "
-    "--product-mask-high 20 --m2po-threshold 0.08 --use-opsm",
+    "--product-mask-high 20 --m2po-threshold 0.08 --use-opsm "
+    "--estr-threshold 0.2",
 }
 
 

@@ -28,7 +28,7 @@ def test_a_recipe_trains(server: TrainServer, work: Workspace, tmp_path: Path, r
     out = tmp_path / "out"
     small = "--num-rollout 1 --rollout-batch-size 4 --n-samples-per-prompt 4 --micro-batch-size 4 --lr-warmup-iters 0 --eval-interval 9"
     reward = f"--custom-rm-path {work.reward}:letters --rm-num-workers 1 --skip-eval-before-train --no-tensorboard --no-progress --no-plot"
-    if recipe == "ppo":
+    if recipe in ("ppo", "sao"):
         small += " --num-critic-only-steps 0"
     argv = call(
         recipe,

@@ -110,6 +110,7 @@ CORRECTIONS: dict[str, tuple[str, OffPolicyConfig, dict[str, Any]]] = {
         {},
     ),
     "OPSM": ("--use-opsm --opsm-delta 0.01", Config(), {"opsm_delta": 0.01}),
+    "ESTR": ("--estr-threshold 0.05", Config(), {"estr_threshold": 0.05}),
     "M2PO": ("--m2po-threshold 0.02", Config(m2po_threshold=0.02), {}),
     "all at once": (
         "--tis-ratio-type token --outlier-token-is-threshold-high 1.8 "
@@ -474,3 +475,4 @@ def test_flags_mean_the_configuration_that_is_tested(tmp_path: Path, correction:
     assert (config.algorithm.opsm_delta if config.algorithm.use_opsm else None) == terms.get(
         "opsm_delta"
     )
+    assert config.algorithm.estr_threshold == terms.get("estr_threshold")

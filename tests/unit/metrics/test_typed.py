@@ -111,6 +111,7 @@ def test_a_step_waits_once(variant: str, monkeypatch: pytest.MonkeyPatch) -> Non
         entropy_coef=0.01,
         positive_nll_coef=0.1,
         opsm_delta=0.01 if masks else None,
+        estr_threshold=0.5 if masks else None,
     )
     batches = [micro_batch(seed) for seed in range(3)]
     if not masks:

@@ -172,8 +172,11 @@ REFUSED: list[tuple[str, str, str, str]] = [
      "--loss-reduction", "requires rollout_mean or sequence_mean")
       for kind in LOSS_REDUCTIONS if kind not in ("rollout_mean", "sequence_mean")],
     ("", "--policy-loss-type dro", "--dro-beta", "required"),
-    ("check_opsm", "--opsm-delta 0.1", "--opsm-delta", "without --use-opsm"),
-    ("check_opsm", "--use-opsm --loss-type sft_loss", "--use-opsm", "no old policy"),
+    ("check_loss_masks", "--opsm-delta 0.1", "--opsm-delta", "without --use-opsm"),
+    ("check_loss_masks", "--use-opsm --loss-type sft_loss", "--use-opsm", "no old policy"),
+    ("check_loss_masks", "--estr-threshold 0.5 --loss-type sft_loss", "--estr-threshold", "no old policy"),
+    ("", "--estr-entropy-floor 0.1", "--estr-entropy-floor", "without --estr-threshold"),
+    ("", "--estr-threshold 0", "--estr-threshold", "> 0"),
     ("", "--positive-nll-coef 0.1 --loss-type sft_loss", "--positive-nll-coef",
      "--loss-type sft_loss"),
     ("check_entropy_bounds", "--entropy-ctrl-type adaptive --entropy-coef-min 0.01",
@@ -248,6 +251,9 @@ def test_the_terms_of_the_loss(tmp_path: Path) -> None:
     ).terms
     assert (terms.opsm_delta, terms.positive_nll_coef) == (0.01, 0.1)
     assert make_objective(parse(tmp_path, "")).terms.opsm_delta is None
+    assert make_objective(parse(tmp_path, "")).terms.estr_threshold is None
+    terms = make_objective(parse(tmp_path, "--estr-threshold 0.5 --estr-entropy-floor 0.1")).terms
+    assert (terms.estr_threshold, terms.estr_entropy_floor) == (0.5, 0.1)
     assert make_objective(parse(tmp_path, "--use-opsm")).terms.opsm_delta == 1e-4
 
 

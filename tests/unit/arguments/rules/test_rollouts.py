@@ -168,6 +168,9 @@ def test_slimes_own_rollout_functions(tmp_path: Path) -> None:
     path = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
     config = parse_args(complete(tmp_path, "--rollout-function-path", path), 1)
     assert config.scheduling.async_rollout and config.scheduling.rollout_function_path is None
+    assert config.scheduling.fully_async and config.scheduling.staleness == 4
+    words = ("--rollout-function-path", path, "--no-fully-async")
+    assert not parse_args(complete(tmp_path, *words), 1).scheduling.fully_async
 
 
 def test_evaluation_sets_of_a_file(tmp_path: Path) -> None:
