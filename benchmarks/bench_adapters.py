@@ -109,11 +109,13 @@ def rounding(model: Path, words: argparse.Namespace, lr: float) -> dict[str, flo
     kept = measured[words.warmup :]
     changed = statistics.mean(m["lora/merged_changed_frac"] for m in kept)
     error = statistics.mean(m["lora/merged_update_error"] for m in kept)
+    whole = measured[-1]["lora/merged_adapter_error"]
     print(
         f"lr {lr:g}: an update changes {changed:.2%} of the bfloat16 weights that it should; what "
-        f"the engine sees differs from it by {error:.0%} of its norm"
+        f"the engine sees differs from it by {error:.0%} of its norm; after {len(measured)} of "
+        f"them the engine's weights differ from the trainer's by {whole:.0%} of the adapter"
     )
-    return {"lr": lr, "changed_frac": changed, "update_error": error}
+    return {"lr": lr, "changed_frac": changed, "update_error": error, "adapter_error": whole}
 
 
 @contextmanager

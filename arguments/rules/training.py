@@ -228,61 +228,70 @@ def check_lora_targets(s: Settings) -> list[Problem]:
 
 
 def check_lora_sync(s: Settings) -> list[Problem]:
-    """Servers can hold the adapters beside their base model."""
+    """The engine can hold the adapters beside the base model."""
     if not s.lora.lora_rank or s.lora.lora_sync != "adapter":
         return []
-    engine = s.rollout.rollout_engine
-    problems: list[str] = []
-    if not (engine_traits(engine).takes_adapters and s.generates):
-        message = "requires --rollout-engine sglang or vllm, and a run that generates responses"
+    traits = engine_traits(s.rollout.rollout_engine)
+    if not (traits.takes_adapters and s.generates):
+        message = "requires --rollout-engine local, sglang or vllm, and a run that samples"
         return problem("lora_sync", "adapter", message)
+    problems = _adapters_of_servers(s) if traits.has_servers else []
+    if s.model.hf_checkpoint is not None:
+        try:
+            model = read_hf_model(s.model.hf_checkpoint)
+        except ConfigError:  # reported where the model is read
+            return []
+        problems += _unserved_adapters(s, model)
+    return [p for words in problems for p in problem("lora_sync", "adapter", words)]
+
+
+def _adapters_of_servers(s: Settings) -> list[str]:
+    """Settings of servers that rule adapters out."""
+    engine = s.rollout.rollout_engine
+    problems = []
     if s.sglang.update_weight_mode == "delta":
         problems.append("sends adapters whole; remove --update-weight-mode delta")
     if engine == "vllm" and s.sglang.update_weight_transport != "disk":
         problems.append("with vLLM requires --update-weight-transport disk; add it")
+    if engine == "vllm" and s.lora.lora_rank > LORA_RANKS[-1]:
+        problems.append(f"vLLM serves adapters of a rank of at most {LORA_RANKS[-1]}")
     if s.sglang.colocate or s.sglang.offload_rollout:
         problems.append(
             "requires servers that keep their base model: remove --colocate and --offload-rollout"
         )
-    if engine == "vllm" and s.lora.lora_rank > LORA_RANKS[-1]:
-        problems.append(f"vLLM serves adapters of a rank of at most {LORA_RANKS[-1]}")
     if str((s.sglang.sglang_server_flags or {}).get("dp_size", 1)) != "1":
         problems.append("requires servers without data parallelism; remove --sglang-dp-size")
-    if s.model.hf_checkpoint is not None:
-        try:
-            problems += _unserved_adapters(s, read_hf_model(s.model.hf_checkpoint))
-        except ConfigError:  # reported where the model is read
-            return []
-    return [p for words in problems for p in problem("lora_sync", "adapter", words)]
+    return problems
 
 
 def _unserved_adapters(s: Settings, model: HfModel) -> list[str]:
-    """What servers do not compute, or what no test has compared with the trainer."""
+    """What engines do not compute, or what no test has compared with the trainer."""
     merged = "; use --lora-sync merged"
     names = [name for name in s.lora.lora_target_modules if name in TARGETS]
     modules = set(target_modules(names, model))
+    on_servers = engine_traits(s.rollout.rollout_engine).has_servers
     problems = []
-    experts = modules.intersection((*MLP, *MIXTRAL_MLP))
-    if model.transformer.get("num_moe_experts") and experts:
+    mlp = modules.intersection((*MLP, *MIXTRAL_MLP))
+    if model.transformer.get("num_moe_experts") and mlp:
         problems.append(
-            f"servers apply no adapters to experts ({', '.join(sorted(experts))}): use "
+            f"engines apply no adapters to experts ({', '.join(sorted(mlp))}): use "
             "--lora-target-modules attn, or --lora-sync merged"
         )
-    elif not s.machine.cuda and experts and s.rollout.rollout_engine == "sglang":
+    elif not s.machine.cuda and mlp and s.rollout.rollout_engine == "sglang":
         size = model.transformer["ffn_hidden_size"]
         if size % (32 * s.sglang.rollout_num_gpus_per_engine):
             problems.append(
                 f"without a GPU SGLang pads an MLP of {size} units, and no adapter of it: use "
                 "--lora-target-modules attn, or --lora-sync merged"
             )
-    if modules.intersection(LATENT_ATTENTION):
+    if on_servers and modules.intersection(LATENT_ATTENTION):
         problems.append(f"servers apply no adapters to multi-latent attention{merged}")
     if model.transformer.get("linear_attention_freq"):
-        problems.append(f"servers apply no adapters to linear attention{merged}")
+        problems.append(f"engines apply no adapters to linear attention{merged}")
     if model_families.get(model.architecture).vision is not None:
-        problems.append(f"adapters of models that see are not sent to servers{merged}")
+        problems.append(f"adapters of models that see are not sent to engines{merged}")
     if has_quantized_weights(s.model.hf_checkpoint):
-        problems.append(f"the servers' base model is quantised, and the trainer's is not{merged}")
+        problems.append(f"the engine's base model is quantised, and the trainer's is not{merged}")
     return problems
 
 

@@ -55,10 +55,10 @@ class LoraConfig(CheckedSettings):
     )
     lora_sync: str = arg(
         "merged",
-        "What servers get. merged: the weights with the adapter added, rounded to the model's "
-        "dtype. adapter: the adapter alone, which servers apply beside their own base model: "
-        "nothing is rounded, an update has megabytes, and servers do not pause. Needs servers "
-        "started with --enable-lora, as a run starts them.",
+        "What the rollout engine gets. merged: the weights with the adapter added, rounded to the "
+        "model's dtype. adapter: the adapter alone, which the engine applies beside its own base "
+        "model: nothing is rounded, an update has megabytes, and servers do not pause. Needs "
+        "servers started with --enable-lora, as a run starts them.",
         choices=("merged", "adapter"),
         needs="lora_rank",
     )

@@ -82,6 +82,7 @@ rollout_engines.add_lazy(
     "sglang", f"{_HERE}.sglang.factory:make_sglang_engine", help="SGLang servers."
 )
 rollout_engines.add_lazy("vllm", f"{_HERE}.vllm.factory:make_vllm_engine", help="vLLM servers.")
+_traits["local"] = EngineTraits(takes_adapters=True)
 _traits["vllm"] = EngineTraits(has_servers=True, aborts_requests=True, takes_adapters=True)
 _traits["sglang"] = EngineTraits(
     has_servers=True, aborts_requests=True, takes_quantized=True, takes_adapters=True

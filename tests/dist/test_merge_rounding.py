@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from benchmarks.parity.models import make_moe_model
@@ -26,10 +27,12 @@ LAYOUTS = {
 }
 
 
-def by_hand(found: dict[str, Any], version: int) -> tuple[float, float]:
+def by_hand(
+    found: dict[str, Any], base: dict[str, Tensor], version: int
+) -> tuple[float, float, float]:
     """From the exported weights and the factors of two versions."""
     stepped = changed = 0
-    error = norm = 0.0
+    error = norm = whole_error = whole_norm = 0.0
     for name in found["factors"][0]:
         module, _, half = name.rpartition(".lora_")
         if half == "B":
@@ -46,7 +49,12 @@ def by_hand(found: dict[str, Any], version: int) -> tuple[float, float]:
         changed += int(((step != 0) & (seen != 0)).sum())
         error += float((seen - step).double().square().sum())
         norm += float(step.double().square().sum())
-    return changed / stepped, math.sqrt(error / norm)
+        weight = base.get(f"{module}.weight", base.get("model.embed_tokens.weight"))
+        assert weight is not None
+        exact = weight.bfloat16().float() + product(version)
+        whole_error += float((sent[version] - exact).double().square().sum())
+        whole_norm += float(product(version).double().square().sum())
+    return changed / stepped, math.sqrt(error / norm), math.sqrt(whole_error / whole_norm)
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +77,11 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
                 arguments,
                 timeout_s=240,
             )
-    return {name: torch.load(folder / f"{name}.pt") for name in LAYOUTS}
+    results = {name: torch.load(folder / f"{name}.pt") for name in LAYOUTS}
+    for name, result in results.items():
+        model = "experts" if name.startswith("experts") else "dense"
+        result["base"] = load_file(folder / model / "model.safetensors")
+    return results
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -80,8 +92,10 @@ def test_the_metrics_are_those_of_what_an_engine_gets(
     assert metrics[0] == {}, "there is nothing to compare the first version with"
     assert metrics[1] == metrics[3] == metrics[5] == {}, "nothing was to change"
     for version in (1, 2):
-        share, error = by_hand(found[name], version)
+        share, error, whole = by_hand(found[name], found[name]["base"], version)
         assert 0.01 < share < 0.9 and error > 0.3, "the step should be one that rounding hurts"
         measured = metrics[2 * version]
         assert measured["lora/merged_changed_frac"] == pytest.approx(share, abs=1e-4)
         assert measured["lora/merged_update_error"] == pytest.approx(error, rel=1e-4)
+        assert 0 < whole < 1
+        assert measured["lora/merged_adapter_error"] == pytest.approx(whole, rel=1e-4)

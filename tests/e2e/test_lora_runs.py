@@ -222,3 +222,30 @@ def test_a_critic_of_adapters_on_two_ranks(
         for row, other in zip(rows_of(one), rows_of(two / name), strict=True):
             for metric in ("train/value_loss", "train/critic_grad_norm", "train/grad_norm"):
                 assert other[metric] == pytest.approx(row[metric], rel=1e-3), (name, metric)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_engine_applies_the_adapter_that_is_trained(
+    work: Workspace, server: TrainServer, tmp_path: Path, ranks: int
+) -> None:
+    """--lora-sync adapter with the local engine; the output layer is tied to the embedding."""
+    parallel = dict(tensor_model_parallel_size=2, sequence_parallel="") if ranks == 2 else {}
+    flags = work.flags(tmp_path, num_rollout=3, **LORA, **parallel, lora_sync="adapter")
+    server.train(flags, tmp_path, ranks=ranks).ok()
+    rows = rows_of(tmp_path)
+    assert len({row["train/loss"] for row in rows}) == 3
+    assert all(row["rollout/train_rollout_log_prob_diff_max"] < 1e-5 for row in rows)
+    assert not any(name.startswith("lora/merged") for row in rows for name in row)
+
+
+@pytest.mark.extended
+def test_merged_updates_in_bfloat16_say_what_rounding_leaves(
+    work: Workspace, server: TrainServer, tmp_path: Path
+) -> None:
+    settings = LORA | dict(lr=1e-4, lora_target_modules="all-linear")
+    server.train(work.flags(tmp_path, num_rollout=3, **settings, bf16=""), tmp_path).ok()
+    rows = rows_of(tmp_path)
+    assert "lora/merged_changed_frac" not in rows[0], "there is nothing before the first version"
+    for row in rows[1:]:
+        assert 0 < row["lora/merged_changed_frac"] < 1 and row["lora/merged_update_error"] > 0.1

@@ -22,11 +22,13 @@ from transformers.initialization import no_init_weights
 from arguments.hf.model import read_hf_model
 from arguments.hf.settings_file import generation_end_ids
 from slime_like.engines.base import GenerateOutput, GenerateRequest, RolloutEngine, SamplingParams
+from slime_like.engines.local.adapter import LocalAdapter
 from slime_like.engines.local.batcher import Batcher
 from slime_like.engines.local.decoder import Decoder
 from slime_like.engines.local.weight_loader import WeightSlots
 from slime_like.hf_class import class_for_images, class_for_text
 from slime_like.images.processor import ImageProcessor
+from slime_like.weights.safetensors_reader import WeightFiles
 from slime_like.weights.untrained import untrained_weights
 
 # KV cache budget that sets the batch size without --rollout-local-batch-size: for a small model,
@@ -51,6 +53,8 @@ class LocalEngine(RolloutEngine):
         dtype: Of weights and KV cache; sampling uses float32 logits.
         tied: Overrides the config's tie_word_embeddings (adapters on the output layer untie it).
         images: The model's image processor; None: prompts have no images, and the model no tower.
+        lora_scale: Updates are adapters with this alpha over rank, beside the weights in
+            `hf_checkpoint`; None: updates are whole weights.
     """
 
     def __init__(
@@ -64,6 +68,7 @@ class LocalEngine(RolloutEngine):
         trust_remote_code: bool = False,
         tied: bool | None = None,
         images: ImageProcessor | None = None,
+        lora_scale: float | None = None,
     ) -> None:
         if local_batch_size is not None and local_batch_size < 1:
             raise ValueError(f"--rollout-local-batch-size is {local_batch_size}, must be >= 1")
@@ -87,6 +92,11 @@ class LocalEngine(RolloutEngine):
         self._pads = config.get_text_config().model_type not in WITHOUT_PADDING
         if images is not None or self._slots.has_tables:
             self._slots.keep(untrained_weights(read_hf_model(hf_checkpoint), hf_checkpoint))
+        self._adapter: LocalAdapter | None = None
+        if lora_scale is not None:
+            self.takes_adapter = True
+            self._adapter = LocalAdapter(self._model, lora_scale)
+            self._slots.load(self._stored_weights(hf_checkpoint))
         self._weights_complete = False
         self._device = torch.device(device)
         self._tokenizer = tokenizer
@@ -120,9 +130,19 @@ class LocalEngine(RolloutEngine):
         cast to the engine's dtype."""
         with self._token_lock:
             self._weights_complete = False
-            self._slots.load(weights)
+            if self._adapter is None:
+                self._slots.load(weights)
+            else:
+                self._adapter.load(weights)
             self._weights_complete = True
             self.weight_version = version
+
+    def _stored_weights(self, folder: str) -> Iterator[tuple[str, Tensor]]:
+        """Those of the base model. Files may have others, e.g. of layers that predict ahead."""
+        known = self._slots.tensors
+        with WeightFiles(folder) as files:
+            for name in sorted(known.keys() & files.names):
+                yield name, files.read(name, *(0, 0, files.shape(name)[0]))
 
     def generate(
         self, requests: Sequence[GenerateRequest], sampling: SamplingParams

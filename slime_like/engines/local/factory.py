@@ -27,6 +27,7 @@ def make_local_engine(context: EngineContext) -> LocalEngine:
         device=context.device,
         dtype=config.megatron.transformer.params_dtype,
         trust_remote_code=config.model.trust_remote_code,
-        tied=False if config.unties_output_layer else None,
+        tied=False if config.unties_output_layer and not config.sends_adapter else None,
         images=context.image_processor,
+        lora_scale=config.lora.lora_alpha / config.lora.lora_rank if config.sends_adapter else None,
     )

@@ -37,7 +37,9 @@ class MergeRounding:
           S_t != S_{t-1};
         - `lora/merged_update_error`: ||(S_t - S_{t-1}) - U_t|| / ||U_t|| over all adapted weights,
           0 if nothing is lost; 1 is what an engine that gets no update has, and rounding can exceed
-          it.
+          it;
+        - `lora/merged_adapter_error`: ||S_t - (W + D_t)|| / ||D_t||, of the whole adapter. It is at
+          most 1, where the engine has the base model.
         """
         network = self._network
         adapters = [adapter.layers for adapter in network.adapters]
@@ -45,8 +47,9 @@ class MergeRounding:
         self._before = [
             {name: _copy_of(layer) for name, layer in layers.items()} for layers in adapters
         ]
-        # stepped elements, those of them that changed, squared norms of the error and of the step
-        sums = torch.zeros(4, dtype=torch.float64, device=network.device)
+        # stepped elements, those of them that changed, squared norms of the error, of the step, of
+        # the adapter's error and of the adapter
+        sums = torch.zeros(6, dtype=torch.float64, device=network.device)
         for index, layers in enumerate(adapters if before is not None else ()):
             assert before is not None
             weights = dict(global_parameters([network.chunks[index]]))
@@ -58,12 +61,13 @@ class MergeRounding:
                         weight = base_head_weight(network.chunks[index])
                     sums += _sums(weight, old.delta(), layer.delta())
         dist.all_reduce(sums)
-        stepped, changed, error, norm = sums.tolist()
+        stepped, changed, error, norm, adapter_error, adapter_norm = sums.tolist()
         if not stepped:
             return {}
         return {
             "lora/merged_changed_frac": changed / stepped,
             "lora/merged_update_error": (error / norm) ** 0.5,
+            "lora/merged_adapter_error": (adapter_error / (adapter_norm or 1.0)) ** 0.5,
         }
 
     def _is_counted(self, name: str, layer: Lora) -> bool:
@@ -91,7 +95,8 @@ def _sums(weight: Tensor, old: Tensor, new: Tensor) -> Tensor:
     """Of one weight; see `measure`. old, new: D_{t-1} and D_t, float32."""
     step = new - old
     base = weight.detach().float()
-    seen = (base + new).to(weight.dtype).float() - (base + old).to(weight.dtype).float()
+    sent = (base + new).to(weight.dtype).float()
+    seen = sent - (base + old).to(weight.dtype).float()
     stepped = step != 0
     return torch.stack(
         [
@@ -99,5 +104,7 @@ def _sums(weight: Tensor, old: Tensor, new: Tensor) -> Tensor:
             (stepped & (seen != 0)).sum(),
             (seen - step).double().square().sum(),
             step.double().square().sum(),
+            (sent - (base + new)).double().square().sum(),
+            new.double().square().sum(),
         ]
     ).double()

@@ -81,8 +81,8 @@ REFUSED = [
      "--rollout-external-engine-addrs 127.0.0.1:1 --no-sglang-router",
      "shares its weight with the embedding"),
     ("", "--lora-sync adapter", "has no effect without --lora-rank"),
-    ("check_lora_sync", "--lora-rank 4 --lora-sync adapter",
-     "--lora-sync (given: 'adapter'): requires --rollout-engine sglang or vllm"),
+    ("check_lora_sync", "--lora-rank 4 --lora-sync adapter --loss-type sft_loss",
+     "--lora-sync (given: 'adapter'): requires --rollout-engine local, sglang or vllm"),
     ("", "--lora-alpha 4", "has no effect without --lora-rank"),
     ("", "--lora-save-path {folder}/x", "has no effect without --lora-rank"),
     ("", "--lora-rank 4 --lora-dropout 0.1", "--lora-dropout"),
@@ -137,7 +137,7 @@ NOT_SENT: list[tuple[str, dict[str, object], str]] = [
     (f"{ATTENTION} --rollout-engine vllm --lora-rank 600 --update-weight-transport disk", {},
      "vLLM serves adapters of a rank of at most 512"),
     (SENT, {"intermediate_size": 48}, "without a GPU SGLang pads an MLP of 48 units"),
-    (SENT, EXPERTS, "servers apply no adapters to experts (down_proj, gate_proj, up_proj): use "
+    (SENT, EXPERTS, "engines apply no adapters to experts (down_proj, gate_proj, up_proj): use "
      "--lora-target-modules attn"),
 ]  # fmt: skip
 
