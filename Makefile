@@ -16,7 +16,7 @@ PYTEST := OMP_NUM_THREADS=$(TEST_THREADS) $(BIN)/python -m pytest -q -n $(TEST_W
 # Write bytecode even if the image disables it: hundreds of test processes import our modules.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: install demo test test-extended test-slow test-processors test-pretend-gpu te-python fuzz search-layouts search-configurations test-learning test-slurm sglang-env test-sglang vllm-env test-vllm cookbook-env test-cookbook newest-env test-newest see-env test-see pictures test-skypilot trl-env bench-trl gpu-check docs-env docs lint format typecheck flags proto parity parity-full clean
+.PHONY: install demo test test-extended test-slow test-processors test-pretend-gpu te-python fuzz search-layouts search-configurations test-learning test-slurm sglang-env test-sglang vllm-env test-vllm cookbook-env test-cookbook environments-env test-environments newest-env test-newest see-env test-see pictures test-skypilot trl-env bench-trl gpu-check docs-env docs lint format typecheck flags proto parity parity-full clean
 
 install: $(STAMP)
 
@@ -38,14 +38,14 @@ demo: install
 
 # about 5 minutes on 2 idle cores
 test: install
-	$(PYTEST) -m "not slow and not extended and not gpu and not pretend_gpu and not slurm and not sglang and not vllm and not cookbook and not see and not learning and not search" $(TESTS)
+	$(PYTEST) -m "not slow and not extended and not gpu and not pretend_gpu and not slurm and not sglang and not vllm and not cookbook and not environments and not see and not learning and not search" $(TESTS)
 
 # more layouts, kills and servers than make test
 test-extended: install
 	$(PYTEST) -m "extended and not slow and not see" $(TESTS)
 
 test-slow: install
-	$(PYTEST) -m "slow and not sglang and not vllm and not cookbook and not see" $(SLOW)
+	$(PYTEST) -m "slow and not sglang and not vllm and not cookbook and not environments and not see" $(SLOW)
 
 # make test with smaller CPU instruction sets and other numbers of threads
 test-processors:
@@ -129,6 +129,16 @@ cookbook-env:
 # tinker-cookbook's loops against a server; minutes
 test-cookbook: install cookbook-env
 	COOKBOOK_ENV=$(COOKBOOK_ENV) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m cookbook tests/cookbook
+
+# OpenEnv and NeMo Gym, each in an environment of its own (2 GB together); Python 3.12 or newer
+ENVIRONMENTS_ENV ?= $(CURDIR)/.venv-environments
+
+environments-env:
+	PYTHON=$(NEWEST_PYTHON) bash scripts/make_environments_env.sh $(ENVIRONMENTS_ENV)
+
+# environments that these packages ship, played by a policy; minutes. -rs prints which are skipped
+test-environments: install environments-env
+	ENVIRONMENTS_ENV=$(ENVIRONMENTS_ENV) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -rs -m environments tests/environments
 
 # An environment with the newest installed Python (pyenv's included) and the newest megatron-core for it;
 # 0.17 and later need Python 3.12.

@@ -82,7 +82,7 @@ class AgentsConfig(CheckedSettings):
     agent_environment: str | None = arg(
         None,
         "Text environment that the model interacts with: gymnasium:<id>?<option>=<value>, "
-        "module.Class or file.py:Class with reset and step, single_turn.",
+        "openenv:<url>, module.Class or file.py:Class with reset and step, single_turn.",
         metavar="ENVIRONMENT",
         excludes=(
             "agent_function_path",

@@ -1,6 +1,7 @@
 """Text environments by name, for --agent-environment.
 
     gymnasium:FrozenLake-v1?is_slippery=false&actions=left,down,right,up
+    openenv:http://127.0.0.1:8000?action=message
     path/to/file.py:Class?option=value          or module.Class?option=value
     single_turn
 
@@ -23,6 +24,7 @@ from slime_like.import_utils import load_function
 
 FLAG = "--agent-environment"
 GYMNASIUM = "gymnasium:"
+OPENENV = "openenv:"
 SINGLE_TURN = "single_turn"
 
 
@@ -53,10 +55,17 @@ def environment_maker(spec: str) -> Callable[[], TextEnvironment]:
         except ImportError as error:
             raise ValueError(f"needs gymnasium ({error}): {pip_install('agents')}") from None
         return gymnasium_maker(name.removeprefix(GYMNASIUM), options)
+    if name.startswith(OPENENV):
+        try:
+            from slime_like.environments.openenv import openenv_maker
+        except ImportError as error:
+            raise ValueError(f"needs websockets ({error}): {pip_install('agents')}") from None
+        return openenv_maker(name.removeprefix(OPENENV), options)
     make: Callable[..., object] = SingleTurn
     if name != SINGLE_TURN:
         if "." not in name:
-            legal = f"{GYMNASIUM}<id>, {SINGLE_TURN}, module.Class, path/to/file.py:Class"
+            classes = "module.Class, path/to/file.py:Class"
+            legal = f"{GYMNASIUM}<id>, {OPENENV}<url>, {SINGLE_TURN}, {classes}"
             raise ValueError(f"names no environment; legal: {legal}")
         make = load_function(name, FLAG)
     try:

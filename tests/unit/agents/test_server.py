@@ -309,13 +309,17 @@ def test_a_client_that_leaves_stops_the_engine() -> None:
 
 
 def episodes(
-    play: Callable[[Task], Awaitable[Any]], engine: Engine, count: int = 4, timeout_s: float = 20
+    play: Callable[[Task], Awaitable[Any]],
+    engine: Engine,
+    count: int = 4,
+    timeout_s: float = 20,
+    max_body: int = 10_000,
 ) -> list[Sample]:
     """Samples 0 to `count`, played at the same time."""
     agent = AgentGenerate(
         "--agent-function-path play",
         play,
-        Gateway("127.0.0.1", 0, max_body=10_000),
+        Gateway("127.0.0.1", 0, max_body=max_body),
         end_ids=frozenset({END}),
         limits=SessionLimits(turns=20),
         timeout_s=timeout_s,

@@ -157,7 +157,7 @@ def test_a_row_is_an_environment_of_one_answer() -> None:
 @pytest.mark.parametrize(
     ("spec", "words"),
     [
-        ("nothing", "names no environment; legal: gymnasium:<id>, single_turn"),
+        ("nothing", "names no environment; legal: gymnasium:<id>, openenv:<url>, single_turn"),
         ("gymnasium:FrozenLake-v9", "FrozenLake"),
         ("gymnasium:FrozenLake-v1?nothing=1", "nothing"),
         ("gymnasium:FrozenLake-v1?a", "must be name=value"),

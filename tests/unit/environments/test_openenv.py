@@ -1,0 +1,169 @@
+"""The client of OpenEnv's servers, against a stand-in of their protocol; tests/environments has the
+package itself."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from http import HTTPStatus
+from threading import Thread
+from typing import Any
+
+import pytest
+from websockets.datastructures import Headers
+from websockets.http11 import Request, Response
+from websockets.sync.server import Server, ServerConnection, serve
+
+from slime_like.environments.base import environment_maker
+from slime_like.environments.openenv import OpenEnv
+
+ROW = {"prompt": "Guess.", "metadata": {"options": {"level": 2}}}
+SCHEMA = {
+    "action": {
+        "properties": {"guess": {"type": "integer"}, "note": {"type": "string"}},
+        "required": ["guess"],
+    },
+    "observation": {"properties": {"hint": {"type": "string"}, "left": {"type": "integer"}}},
+}
+
+
+def observation(reward: float | None, done: bool, **fields: Any) -> dict[str, Any]:
+    data = {"observation": fields, "reward": reward, "done": done}
+    return {"type": "observation", "data": data}
+
+
+def error(code: str, message: str, **more: Any) -> dict[str, Any]:
+    return {"type": "error", "data": {"message": message, "code": code, **more}}
+
+
+def answer(message: dict[str, Any]) -> dict[str, Any]:
+    data = message["data"]
+    if message["type"] == "reset":
+        return observation(None, False, hint=f"seed {data['seed']} level {data['level']}", left=3)
+    if not isinstance(data.get("guess"), int):
+        return error("VALIDATION_ERROR", "Invalid message", errors=[{"loc": ["guess"], "msg": "must be an int"}])  # fmt: skip
+    if data["guess"] == 13:
+        return error("EXECUTION_ERROR", "division by zero")
+    if data["guess"] == 7:
+        return observation(1, True, hint="right", left=0)
+    if data["guess"] == 0:
+        return observation(None, True, hint="given up", left=0)
+    return observation(None, False, hint="wrong", left=2)
+
+
+@pytest.fixture
+def places() -> list[int]:
+    return [9]  # free places, of the server
+
+
+@pytest.fixture
+def url(places: list[int]) -> Iterator[str]:
+    def handle(connection: ServerConnection) -> None:
+        places[0] -= 1
+        try:
+            if places[0] < 0:
+                connection.send(json.dumps(error("CAPACITY_REACHED", "no free place")))
+                return
+            for message in connection:
+                connection.send(json.dumps(answer(json.loads(message))))
+        finally:
+            places[0] += 1
+
+    def schema(connection: ServerConnection, request: Request) -> Response | None:
+        if request.path == "/ws":
+            return None
+        body = json.dumps(SCHEMA).encode()
+        headers = Headers({"Content-Length": str(len(body)), "Connection": "close"})
+        return Response(HTTPStatus.OK, "OK", headers, body)
+
+    server: Server
+    with serve(handle, "127.0.0.1", 0, process_request=schema) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.socket.getsockname()[1]}"
+        server.shutdown()
+        thread.join()
+
+
+def environment(url: str, options: str = "") -> OpenEnv:
+    made = environment_maker(f"openenv:{url}{options}")()
+    assert isinstance(made, OpenEnv)
+    return made
+
+
+def test_actions_are_json_objects(url: str) -> None:
+    """Of a schema without a single text; what is none changes nothing, and says why."""
+    made = environment(url)
+    first = made.reset(seed=5, row=ROW)
+    assert first.startswith("Guess.\n\nAnswer with a JSON object: ")
+    assert first.endswith('\n\n{"hint": "seed 5 level 2", "left": 3}')
+    assert made.step('<answer>{"guess": 3}</answer>') == (
+        '{"hint": "wrong", "left": 2}',
+        0.0,
+        False,
+    )
+    text, reward, done = made.step("seven")
+    assert str(text).startswith("That is no JSON object. Answer with") and (reward, done) == (
+        0.0,
+        False,
+    )
+    wrong = made.step('{"guess": "x"}')
+    assert wrong == ("That is no action: guess: must be an int", 0.0, False)
+    assert made.step('{"guess": 7}') == ('{"hint": "right", "left": 0}', 1.0, True)
+    made.close()
+
+
+def test_a_field_of_text_and_one_to_show(url: str) -> None:
+    made = environment(url, "?action=note&observation=hint")
+    assert made.reset(seed=1, row=ROW) == "Guess.\n\nseed 1 level 2"
+    assert "That is no action" in str(made.step("hello")[0]), "the other field is missing"
+    made.close()
+
+
+def test_an_episode_without_a_reward_is_left_to_the_reward_function(url: str) -> None:
+    made = environment(url)
+    made.reset(seed=1, row=ROW)
+    assert made.step('{"guess": 0}')[1:] == (None, True)
+    made.close()
+
+
+def test_an_environment_that_fails_loses_the_episode(url: str) -> None:
+    made = environment(url)
+    made.reset(seed=1, row=ROW)
+    with pytest.raises(RuntimeError, match=r"division by zero \(EXECUTION_ERROR\)"):
+        made.step('{"guess": 13}')
+    made.close()
+
+
+def test_a_free_place_is_waited_for(url: str, places: list[int]) -> None:
+    places[0] = 1
+    first = environment(url)
+    first.reset(seed=1, row=ROW)
+    with pytest.raises(RuntimeError, match=r"no free place \(CAPACITY_REACHED\)"):
+        environment(url, "?wait_s=0.3").reset(seed=1, row=ROW)
+    waiting = Thread(target=first.close)
+    second = environment(url, "?wait_s=60")
+    waiting.start()
+    assert second.reset(seed=1, row=ROW)
+    waiting.join()
+    second.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("?action=word", "an action has no field 'word'; it has guess"),
+        ("?observation=x", "an observation has no field 'x'; it has hint, left"),
+        ("?actoin=note", "has no option 'actoin'; legal: action, observation, timeout_s, wait_s"),
+        ("?wait_s=0", "timeout_s and wait_s must be > 0"),
+    ],
+)
+def test_what_the_server_does_not_have(url: str, options: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        environment_maker(f"openenv:{url}{options}")
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:9", "127.0.0.1:8000", "ftp://x"])
+def test_no_server(url: str) -> None:
+    with pytest.raises(ValueError, match=r"is no OpenEnv server|is no address of a server"):
+        environment_maker(f"openenv:{url}")
