@@ -110,8 +110,10 @@ def make_draft(
         problems += disagreements(given_gpt, checkpoint.gpt, {})
         configs["gpt"] = dataclasses.replace(configs["gpt"], **{**checkpoint.gpt, **given_gpt})
         model = configs["model"]
-        if configs["data"].multimodal_keys is not None:
-            vision, vision_problems = _vision_of(model, checkpoint)
+        serves_images = configs["server"].serve_images
+        if configs["data"].multimodal_keys is not None or serves_images:
+            flag = "--serve-images" if serves_images else "--multimodal-keys"
+            vision, vision_problems = _vision_of(model, checkpoint, flag)
             configs["gpt"] = dataclasses.replace(configs["gpt"], vision=vision)
             problems += vision_problems
         critic_load = configs["critic"].critic_load
@@ -148,14 +150,14 @@ def make_draft(
 
 
 def _vision_of(
-    model: ModelConfig, checkpoint: HfModel
+    model: ModelConfig, checkpoint: HfModel, flag: str
 ) -> tuple[VisionSettings | None, list[Problem]]:
-    """The vision tower of --hf-checkpoint, as the run trains it."""
+    """The vision tower of --hf-checkpoint, as the run trains it. flag: which asks for images."""
     assert model.hf_checkpoint is not None
     try:
-        vision = read_vision(model.hf_checkpoint, checkpoint)
+        vision = read_vision(model.hf_checkpoint, checkpoint, asked_by=flag)
     except ConfigError as error:
-        return None, list(error.problems)
+        return None, [dataclasses.replace(each, flag=flag) for each in error.problems]
     return dataclasses.replace(
         vision, trained=model.train_vision_tower, learning_rate=model.vision_tower_lr
     ), []

@@ -19,7 +19,12 @@ FEATURES = 256
 
 
 def read_vision(
-    folder: str, hf: HfModel, *, flag: str = "--hf-checkpoint", trained: bool = False
+    folder: str,
+    hf: HfModel,
+    *,
+    flag: str = "--hf-checkpoint",
+    trained: bool = False,
+    asked_by: str = "--multimodal-keys",
 ) -> VisionSettings:
     """The tower of the model in `folder`.
 
@@ -27,6 +32,7 @@ def read_vision(
         hf: What `read_hf_model` has read there.
         flag: The flag that names the folder.
         trained: Whether the run trains it.
+        asked_by: The flag that asks for images.
 
     Raises:
         ConfigError: It has none, or one that is not supported; names the flag and what is missing.
@@ -38,7 +44,7 @@ def read_vision(
         raise _refusal(
             where,
             f"{hf.architecture} {reason}; use a model whose images are offered "
-            f"({', '.join(seeing_models())}), or remove --multimodal-keys to train on text",
+            f"({', '.join(seeing_models())}), or remove {asked_by} to train on text",
         )
     config: dict[str, Any] = read_json(Path(folder) / "config.json")
     tower = config.get("vision_config") or {}

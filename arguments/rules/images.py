@@ -5,8 +5,13 @@ from __future__ import annotations
 from arguments.megatron_configs import resolve_transformer_impl
 from arguments.rules.base import Rule, Settings, problem
 from arguments.rules.pipeline import first_layers, virtual_stages_of
-from slime_like.config import Problem
+from slime_like.config import Problem, flag_name
 from slime_like.engines.registry import engine_traits
+
+
+def asked_by(s: Settings) -> str:
+    """The setting that asks for images."""
+    return "serve_images" if s.server.serve_images else "multimodal_keys"
 
 
 def check_deepstack_layers(s: Settings) -> list[Problem]:
@@ -21,7 +26,7 @@ def check_deepstack_layers(s: Settings) -> list[Problem]:
     chunks = virtual_stages_of(s.parallel, s.core)
     stage = "pipeline stage" if chunks is None else "virtual pipeline stage"
     return problem(
-        "multimodal_keys",
+        asked_by(s),
         None,
         f"images enter the outputs of the first {needed} layers of this model, and the first "
         f"{stage} has {starts[0]}; use fewer stages, or give the first one more layers with "
@@ -33,7 +38,8 @@ def check_rope_kernel(s: Settings) -> list[Problem]:
     """The fused kernel of rotary embeddings counts positions by itself."""
     if s.gpt.vision is None or not s.gpt.vision.sections or not s.core.get("apply_rope_fusion"):
         return []
-    message = "cannot be combined with --multimodal-keys: images have positions on three axes"
+    images = flag_name(asked_by(s))
+    message = f"cannot be combined with {images}: images have positions on three axes"
     return problem("apply_rope_fusion", True, message)
 
 
@@ -44,7 +50,7 @@ def check_image_attention(s: Settings) -> list[Problem]:
     if resolve_transformer_impl(s.model, s.machine) == "local":
         return []
     message = "images of this model need attention in both directions; add --transformer-impl local"
-    return problem("multimodal_keys", None, message)
+    return problem(asked_by(s), None, message)
 
 
 def check_served_images(s: Settings) -> list[Problem]:
@@ -63,9 +69,9 @@ def check_served_images(s: Settings) -> list[Problem]:
     return problem("multimodal_keys", None, message)
 
 
-IMAGE_RULES: tuple[Rule, ...] = (
+IMAGE_NETWORK_RULES: tuple[Rule, ...] = (
     check_deepstack_layers,
     check_rope_kernel,
     check_image_attention,
-    check_served_images,
 )
+IMAGE_RULES: tuple[Rule, ...] = (*IMAGE_NETWORK_RULES, check_served_images)

@@ -10,6 +10,7 @@ from pathlib import Path
 from arguments.flag_registry import GROUPS
 from arguments.rules.base import Rule, Settings, problem, reject
 from arguments.rules.declared import declared_problems, flags_without
+from arguments.rules.images import IMAGE_NETWORK_RULES
 from arguments.rules.layout import PARALLEL_RULES
 from arguments.rules.moe import MOE_RULES
 from arguments.rules.network import NETWORK_RULES
@@ -158,6 +159,9 @@ def check_server_sglang(s: Settings) -> list[Problem]:
         if name in s.given:
             message = "has no effect: SGLang servers load snapshots from --server-dir; remove it"
             problems += problem(name, None, message)
+    if s.server.serve_images:
+        message = "not supported with --rollout-engine sglang; use local"
+        problems += problem("serve_images", None, message)
     if "max_sampler_engines" in s.given:
         message = "only valid with --rollout-engine local: SGLang servers hold one snapshot"
         problems += problem("max_sampler_engines", s.server.max_sampler_engines, message)
@@ -244,6 +248,7 @@ SERVER_RULES: tuple[Rule, ...] = (
     check_server_optimizer,
     check_optimizer_swapping,
     *OPTIMIZER_RULES,
+    *IMAGE_NETWORK_RULES,
     check_server_address,
     check_key_files,
     check_server_packages,

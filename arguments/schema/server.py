@@ -40,6 +40,10 @@ class ServerConfig(CheckedSettings):
         "Name of the base model for clients; default: the value of --hf-checkpoint, which is "
         "always accepted too.",
     )
+    serve_images: bool = arg(
+        False,
+        "Prompts and datums may have images: the model's vision tower is loaded, and not trained.",
+    )
     max_models: int = arg(8, "Maximum number of models in training.", legal=AT_LEAST_ONE)
     max_models_per_key: int | None = arg(
         None,

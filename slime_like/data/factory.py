@@ -28,7 +28,8 @@ def run_tokenizer(config: RunConfig) -> object:
 def run_image_processor(
     config: RunConfig, tokenizer: PreTrainedTokenizerBase
 ) -> ImageProcessor | None:
-    """The image processor of --hf-checkpoint; None without --multimodal-keys. Raises ValueError."""
+    """The image processor of --hf-checkpoint; None without --multimodal-keys and --serve-images.
+    Raises ValueError."""
     data = config.data
     if config.gpt.vision is None or config.model.hf_checkpoint is None:
         return None
@@ -40,4 +41,5 @@ def run_image_processor(
             int(data.max_image_mb * 2**20), data.max_image_pixels, data.image_decode_timeout_s
         ),
         trust_remote_code=config.model.trust_remote_code,
+        asked_by="--serve-images" if config.server.serve_images else "--multimodal-keys",
     )

@@ -98,14 +98,19 @@ class ImageProcessor:
         *,
         limits: ImageLimits = DEFAULT_LIMITS,
         trust_remote_code: bool = False,
+        asked_by: str = "--multimodal-keys",
     ) -> ImageProcessor:
-        """Load the processor of a model. rule: of its config.json.
+        """Load the processor of a model.
+
+        Args:
+            rule: Of its config.json.
+            asked_by: The flag that asks for images.
 
         Raises:
             ValueError: Names the folder: it has no image processor, one of another model, or the
                 tokenizer is another model's.
         """
-        where = f"--multimodal-keys: --hf-checkpoint {folder}"
+        where = f"{asked_by}: --hf-checkpoint {folder}"
         if not any((Path(folder) / name).is_file() for name in SETTINGS_FILES):
             raise ValueError(
                 f"{where}: there is no image processor ({SETTINGS_FILES[0]}); {_REMEDY}, or use a "

@@ -70,7 +70,12 @@ def limits_of(config: RunConfig) -> DataLimits:
     context = config.gpt.max_position_embeddings or DEFAULT_CONTEXT
     assert config.gpt.vocab_size is not None
     max_length = config.server.max_sequence_length or context
-    return DataLimits(config.gpt.vocab_size, max_length, config.server.max_request_tokens)
+    images = None
+    if config.server.serve_images:
+        from slime_like.data.factory import run_image_processor, run_tokenizer
+
+        images = run_image_processor(config, run_tokenizer(config))
+    return DataLimits(config.gpt.vocab_size, max_length, config.server.max_request_tokens, images)
 
 
 def make_service(

@@ -31,6 +31,7 @@ from slime_like.tinker.schemas import LARGEST
 if TYPE_CHECKING:
     from google.protobuf.message import Message
 
+    from slime_like.images.processor import ImageProcessor
 
 Array = NDArray[Any]
 DType = np.dtype[Any]
@@ -48,6 +49,7 @@ class DataLimits:
     vocab_size: int
     max_length: int
     max_tokens: int
+    images: ImageProcessor | None = None  # None: model inputs have no images
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,7 @@ class ForwardBackwardInput:
     # inputs of a custom loss by name, one array per datum: [], [N] or [N, K]
     custom: dict[str, list[Array]] = field(default_factory=dict)
     sets: list[Array] | None = None  # sampling masks of all tokens
+    images: list[list[bytes]] = field(default_factory=list)  # of each datum, as files
 
     def command(self) -> codec.Message:
         """The command for the workers, as plain values with datums concatenated. widths: K of each
@@ -95,6 +98,8 @@ class ForwardBackwardInput:
                 "tokens": np.concatenate(self.sets).astype("<i4").tobytes(),
                 "counts": np.array([each.size for each in self.sets], dtype="<i4").tobytes(),
             }
+        if any(self.images):
+            command["images"] = self.images
         return command | {
             "loss": loss,
             "forward_only": self.forward_only,
@@ -154,11 +159,12 @@ def check_forward_backward(
     if not request.data:
         raise Refused(f"{who}: the batch is empty")
     tokens = []
+    images = []
     tensors = []
     total = 0
     for index, datum in enumerate(request.data):
         where = f"{who}, datum {index}"
-        inputs = model_input(datum.model_input, where, limits)
+        inputs, files = model_input(datum.model_input, where, limits)
         arrays = check_tensors(
             datum.loss_fn_inputs,
             loss,
@@ -168,6 +174,7 @@ def check_forward_backward(
             forward_only=request.forward_only,
         )
         tokens.append(inputs)
+        images.append(files)
         tensors.append(arrays)
         total += max(int(array.size) for array in (inputs, *arrays.values()))
         if total > limits.max_tokens:
@@ -187,7 +194,8 @@ def check_forward_backward(
     fields = fields_of(tokens, tensors, who)
     if loss.kl_coef:
         fields["ref_log_probs"] = fields["old_log_probs"]
-    return ForwardBackwardInput(loss, bool(request.forward_only), tokens, fields, custom, sets)
+    forward_only = bool(request.forward_only)
+    return ForwardBackwardInput(loss, forward_only, tokens, fields, custom, sets, images)
 
 
 def add_replays(
@@ -279,26 +287,64 @@ def check_role(
         raise Refused(f"{who}: {error}") from None
 
 
-def model_input(chunks: Sequence[Message], where: str, limits: DataLimits) -> Array:
-    """Token ids [N] of a datum, from its chunks."""
+def model_input(
+    chunks: Sequence[Message], where: str, limits: DataLimits
+) -> tuple[Array, list[bytes]]:
+    """Token ids [N] of a datum, from its chunks, and the files of its images."""
     parts = []
+    images = []
     for chunk in chunks:
         kind = chunk.WhichOneof("chunk")
-        if kind != "encoded_text":
-            raise Refused(unsupported_chunk(where, kind or "none"))
-        data = chunk.encoded_text.tokens
-        parts.append(numbers(data, np.dtype("<i4"), f"{where}: tokens").astype(np.int64))
+        if kind == "image" and limits.images is not None:
+            image = chunk.image
+            if image.HasField("override_dimensions"):
+                raise Refused(f"{where}: override_dimensions of an image is not supported")
+            expected = image.expected_tokens if image.HasField("expected_tokens") else None
+            parts.append(image_tokens(image.data, expected, where, limits.images))
+            images.append(image.data)
+        elif kind == "encoded_text":
+            data = chunk.encoded_text.tokens
+            text = numbers(data, np.dtype("<i4"), f"{where}: tokens").astype(np.int64)
+            check_text(text, where, limits)
+            parts.append(text)
+        else:
+            raise Refused(unsupported_chunk(where, kind or "none", limits))
     tokens = np.concatenate(parts) if parts else np.zeros(0, np.int64)
     check_tokens(tokens, where, limits)
-    return tokens
+    return tokens, images
 
 
-def unsupported_chunk(where: str, kind: str) -> str:
-    """Why a chunk of a model input that is not text is refused."""
-    return (
-        f"{where}: a chunk of kind {kind}; only encoded_text is supported: the server has no "
-        "vision tower (train.py takes images, with --multimodal-keys)"
-    )
+def image_tokens(data: bytes, expected: int | None, where: str, processor: ImageProcessor) -> Array:
+    """The placeholders that stand for an image in its model input, [F]. expected: F as the client
+    has it. Raises Refused."""
+    from slime_like.images.files import ImageProblem, image_size
+
+    try:
+        count = processor.num_tokens(*image_size(data, processor.limits))
+    except ImageProblem as error:
+        raise Refused(f"{where}: image: {error}") from None
+    if expected not in (None, count):
+        raise Refused(
+            f"{where}: image: expected_tokens is {expected}, and the model has {count} tokens for "
+            "an image of this size"
+        )
+    return np.full(count, processor.rule.image_token, dtype=np.int64)
+
+
+def check_text(tokens: Array, where: str, limits: DataLimits) -> None:
+    """Raise Refused for placeholders of images among the tokens of a text."""
+    if limits.images is not None and (tokens == limits.images.rule.image_token).any():
+        raise Refused(
+            f"{where}: token {limits.images.rule.image_token} is the placeholder of images; give "
+            "the image itself, as a chunk"
+        )
+
+
+def unsupported_chunk(where: str, kind: str, limits: DataLimits) -> str:
+    """Why a chunk of a model input is refused."""
+    supported = "encoded_text and image are" if limits.images is not None else "encoded_text is"
+    remedy = "; images need a server with --serve-images" if kind == "image" else ""
+    return f"{where}: a chunk of kind {kind}; only {supported} supported{remedy}"
 
 
 def check_tokens(tokens: Array, where: str, limits: DataLimits, *, room: int = 0) -> None:

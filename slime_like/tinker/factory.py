@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from arguments.hf.model import read_hf_model
 from arguments.run_config import RunConfig
+from slime_like.data.factory import run_image_processor
 from slime_like.engines.registry import engine_traits
 from slime_like.megatron.factory import make_head, network_settings
 from slime_like.megatron.model.gpt import model_shape
@@ -17,13 +18,17 @@ from slime_like.tinker.worker_backend import HostSettings, ModelHost
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from slime_like.images.processor import ImageProcessor
     from slime_like.tinker.sglang_sampler import SglangSampler
 
 
 def make_sampler(
-    config: RunConfig, layout: ParallelLayout, tokenizer: PreTrainedTokenizerBase | None
+    config: RunConfig,
+    layout: ParallelLayout,
+    tokenizer: PreTrainedTokenizerBase | None,
+    images: ImageProcessor | None = None,
 ) -> SnapshotSampler | SglangSampler:
-    """The sampler for --rollout-engine. tokenizer: of the base model. Collective."""
+    """The sampler for --rollout-engine. tokenizer, images: of the base model. Collective."""
     if not engine_traits(config.rollout.rollout_engine).has_servers:
         return SnapshotSampler(
             config.model,
@@ -32,6 +37,7 @@ def make_sampler(
             max_engines=config.server.max_sampler_engines,
             local_batch_size=config.rollout.rollout_local_batch_size,
             dtype=config.megatron.transformer.params_dtype,
+            images=images,
         )
     from slime_like.tinker.sglang_factory import make_sglang_sampler
 
@@ -46,7 +52,7 @@ def make_model_host(
     Args:
         config: Of the server.
         layout: Of this rank.
-        tokenizer: Of the base model, for stop texts; None disables them.
+        tokenizer: Of the base model, for stop texts and images; None disables them.
     """
     base = config.model.hf_checkpoint
     assert base is not None
@@ -69,6 +75,7 @@ def make_model_host(
         verify_checkpoints=not config.checkpoint.no_verify_checkpoint,
         serves_quantized=engine_traits(config.rollout.rollout_engine).takes_quantized,
     )
-    sampler = make_sampler(config, layout, tokenizer)
+    images = None if tokenizer is None else run_image_processor(config, tokenizer)
+    sampler = make_sampler(config, layout, tokenizer, images)
     head = make_head(config, layout, temperature=1.0)
-    return ModelHost(settings, layout, pool, sampler, head)
+    return ModelHost(settings, layout, pool, sampler, head, images)

@@ -299,6 +299,8 @@ class ServerOperations:
     def can_batch(self, first: Request, other: Request) -> bool:
         if first.op != "sample" or "refusal" in first.body or "refusal" in other.body:
             return first is other
+        if first.body.get("images") or other.body.get("images"):
+            return first is other  # damage of an image's file shows when it is decoded
         return all(first.body.get(name) == other.body.get(name) for name in SHARED)
 
     async def _sample(self, requests: Sequence[Request]) -> Sequence[Result | Exception]:
@@ -318,6 +320,7 @@ class ServerOperations:
             "seeds": [request.body["seed"] for request in requests],
             "targets": [cells_of(request.body.get("targets")) for request in requests],
             "alt_tokens": [request.body.get("alt_tokens", 0) for request in requests],
+            "images": [request.body.get("images", []) for request in requests],
         }
         value = await self.call(requests[0].id, command)
         for request, samples in zip(requests, value, strict=True):

@@ -20,6 +20,7 @@ from arguments.schema import ModelConfig
 from slime_like.distributed.collectives import gather, together
 from slime_like.engines.base import GenerateOutput, GenerateRequest, SamplingParams
 from slime_like.engines.local.engine import LocalEngine
+from slime_like.images.encoded import EncodedImage
 from slime_like.megatron.init import device_of_this_process
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.tinker.schemas import MISSING_LOG_PROB
@@ -28,6 +29,8 @@ from slime_like.weights.untrained import untrained_prefixes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from slime_like.images.processor import ImageProcessor
 
 ALT_TOKENS = -1  # in place of a sample's index, for the seed of alternative tokens
 
@@ -97,6 +100,7 @@ class SampleCommand:
     # of each prompt: cells to score (row and token, int64 bytes), and draws per position
     targets: Sequence[Mapping[str, bytes] | None] = ()
     alt_tokens: Sequence[int] = ()
+    images: Sequence[Sequence[bytes]] = ()  # of each prompt, as files
 
     @property
     def scores_rows(self) -> bool:
@@ -121,8 +125,11 @@ class SampleCommand:
 
     def requests(self, places: Sequence[Place]) -> list[GenerateRequest]:
         """Requests for a subset of `places`, numbered in order."""
+        images = [tuple(map(EncodedImage, files)) for files in self.images]
         return [
-            GenerateRequest(n, self.prompts[i], seed_of(self.seeds[i], j))
+            GenerateRequest(
+                n, self.prompts[i], seed_of(self.seeds[i], j), images[i] if images else ()
+            )
             for n, (i, j) in enumerate(places)
         ]
 
@@ -140,10 +147,11 @@ class SnapshotSampler:
         max_engines: int,
         local_batch_size: int | None,
         dtype: torch.dtype,
+        images: ImageProcessor | None = None,
     ) -> None:
         """
         Args:
-            model, tokenizer: Of the base model.
+            model, tokenizer, images: Of the base model; images: None without a vision tower.
             local_batch_size: Of an engine.
             dtype: Of the engines' weights.
         """
@@ -154,6 +162,7 @@ class SnapshotSampler:
         self._dtype = dtype
         self._engines: OrderedDict[str, LocalEngine] = OrderedDict()
         self._tokenizer = tokenizer
+        self._images = images
         self._updates = 0
 
     def sample(self, folder: str, command: SampleCommand) -> list[PromptSamples]:
@@ -230,6 +239,7 @@ class SnapshotSampler:
             dtype=self._dtype,
             trust_remote_code=model.trust_remote_code,
             tied=tied,
+            images=self._images,
         )
 
 

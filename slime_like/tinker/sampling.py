@@ -5,16 +5,19 @@ from __future__ import annotations
 import secrets
 
 import numpy as np
+from numpy.typing import NDArray
 
 from slime_like.tinker.data import (
     DataLimits,
+    check_text,
     check_tokens,
     check_vocabulary,
     csr_rows,
+    image_tokens,
     unsupported_chunk,
 )
 from slime_like.tinker.errors import Refused
-from slime_like.tinker.schemas import Sample, SamplingParams, TensorData
+from slime_like.tinker.schemas import Prompt, PromptChunk, Sample, SamplingParams, TensorData
 
 MAX_TOP_K = 1024
 
@@ -27,12 +30,9 @@ def sample_body(request: Sample, limits: DataLimits) -> dict[str, object]:
             "base_model and model_path are arguments of create_sampling_session; the weights of a "
             "sampling session are fixed"
         )
-    tokens: list[int] = []
-    for chunk in request.prompt.chunks:
-        if chunk.type != "encoded_text" or chunk.tokens is None or chunk.model_extra:
-            raise Refused(unsupported_chunk("prompt", chunk.type))
-        tokens += chunk.tokens
-    prompt = np.array(tokens, dtype=np.int64)
+    prompt, images = _prompt(request.prompt, limits)
+    if images and (reads := _reads_of_prompt(request)):
+        raise Refused(f"prompt: {reads} is not supported for a prompt with images")
     params = request.sampling_params
     check_tokens(prompt, "prompt", limits, room=params.max_tokens or 1)
     max_tokens = params.max_tokens
@@ -51,6 +51,7 @@ def sample_body(request: Sample, limits: DataLimits) -> dict[str, object]:
         )
     return {
         "record": record,
+        "images": images,
         "prompt": prompt.astype("<i4").tobytes(),
         "count": request.num_samples,
         "seeded": params.seed is not None,
@@ -70,6 +71,50 @@ def sample_body(request: Sample, limits: DataLimits) -> dict[str, object]:
         "alt_tokens": _alt_tokens(request.prompt_alt_tokens_k, prompt.size, limits),
         **_top_k(request, prompt.size, max_tokens, limits),
     }
+
+
+def _prompt(prompt: Prompt, limits: DataLimits) -> tuple[NDArray[np.int64], list[bytes]]:
+    """Token ids [N] and the files of the images. Raises Refused."""
+    parts = [np.zeros(0, np.int64)]
+    images = []
+    for chunk in prompt.chunks:
+        if chunk.type == "image" and limits.images is not None:
+            data = _image_data(chunk)
+            expected = (chunk.model_extra or {}).get("expected_tokens")
+            parts.append(image_tokens(data, expected, "prompt", limits.images))
+            images.append(data)
+        elif chunk.type == "encoded_text" and chunk.tokens is not None and not chunk.model_extra:
+            text = np.array(chunk.tokens, dtype=np.int64)
+            check_text(text, "prompt", limits)
+            parts.append(text)
+        else:
+            raise Refused(unsupported_chunk("prompt", chunk.type, limits))
+    return np.concatenate(parts), images
+
+
+def _image_data(chunk: PromptChunk) -> bytes:
+    """The file of an image. Raises Refused."""
+    from slime_like.images.files import ImageProblem, from_base64
+
+    extra = chunk.model_extra or {}
+    if unknown := sorted(extra.keys() - {"data", "format", "expected_tokens"}):
+        raise Refused(f"prompt: image: {', '.join(unknown)} is not supported")
+    try:
+        return from_base64(str(extra.get("data", "")))
+    except ImageProblem as error:
+        raise Refused(f"prompt: image: data is {error}") from None
+
+
+def _reads_of_prompt(request: Sample) -> str:
+    """What a request asks for that is read from a pass over its tokens alone; "" for nothing."""
+    asked = {
+        "prompt_logprobs": request.prompt_logprobs,
+        "topk_prompt_logprobs": request.topk_prompt_logprobs,
+        "topk_sample_logprobs": request.topk_sample_logprobs,
+        "target_prompt_logprobs": request.target_prompt_logprobs,
+        "prompt_alt_tokens_k": request.prompt_alt_tokens_k,
+    }
+    return ", ".join(name for name, value in asked.items() if value)
 
 
 def _top_k(request: Sample, length: int, max_tokens: int, limits: DataLimits) -> dict[str, int]:

@@ -18,6 +18,10 @@ from torch import Tensor
 from arguments.hf.model import HfModel
 from slime_like.checkpoints.folders import checkpoint_folder
 from slime_like.distributed.collectives import from_rank_zero, gather
+from slime_like.images.encoded import EncodedImage
+from slime_like.images.files import ImageProblem
+from slime_like.images.processor import ImageProcessor, LateImages
+from slime_like.images.rows import image_rows
 from slime_like.losses import policy_losses
 from slime_like.losses.total import LossTerms
 from slime_like.losses.value_loss import ValueLossConfig
@@ -87,7 +91,9 @@ class ModelHost:
         pool: ModelPool,
         sampler: SnapshotSampler | SglangSampler,
         head: LogProbHead,
+        images: ImageProcessor | None = None,
     ) -> None:
+        """images: Of the base model; None without a vision tower."""
         self.settings = settings
         self.layout = layout
         self.base = settings.base
@@ -96,6 +102,7 @@ class ModelHost:
         self.stage = UNCHANGED
         self.sampler = sampler
         self._head = head
+        self._images = images
 
     def execute(self, command: Mapping[str, object]) -> object:
         """Execute a command; the result, plain values, is valid on rank 0. Raises Refused,
@@ -153,6 +160,7 @@ class ModelHost:
         tokens: bytes,
         fields: Mapping[str, bytes],
         sets: Mapping[str, bytes] | None = None,
+        images: Sequence[Sequence[bytes]] = (),
     ) -> ForwardBackwardResult | None:
         """Forward pass, and backward pass unless forward_only; the result is on rank 0."""
         network = self.pool.network(model)
@@ -160,6 +168,9 @@ class ModelHost:
         samples = samples_of(lengths, tokens, fields)
         if sets is not None:
             samples = with_sampling_masks(samples, sets)
+        if images:
+            assert self._images is not None, "checked when the request was accepted"
+            samples = with_images(samples, images, self._images)
         if loss["kind"] == CUSTOM_LOSS:
             samples = [
                 dataclasses.replace(sample, datums=torch.full((sample.response_length,), i))
@@ -333,6 +344,24 @@ def _concatenate(column: Mapping[int, NDArray[Any]], count: int) -> NDArray[Any]
 def _as_arrays(columns: Sequence[Sequence[Tensor]], count: int) -> list[list[NDArray[Any]]]:
     """The first `count` entries of every column; a rank without samples has one placeholder."""
     return [[values.numpy() for values in column[:count]] for column in columns]
+
+
+def with_images(
+    samples: Sequence[TrainSample], images: Sequence[Sequence[bytes]], processor: ImageProcessor
+) -> list[TrainSample]:
+    """Add the images of every sample. images: their files. Every rank reads all of them, so that a
+    damaged one is an error on all ranks. Raises ValueError."""
+    seeing = []
+    for index, (sample, files) in enumerate(zip(samples, images, strict=True)):
+        if files:
+            try:
+                inputs = LateImages(processor, [EncodedImage(data) for data in files])
+            except ImageProblem as error:
+                raise Refused(f"datum {index}: image: {error}") from None
+            rows = image_rows(sample.tokens, inputs, processor.rule)
+            sample = dataclasses.replace(sample, images=rows)
+        seeing.append(sample)
+    return seeing
 
 
 def with_sampling_masks(

@@ -215,11 +215,11 @@ REFUSED_INPUTS: dict[str, tuple[Callable[[Calls], object], str]] = {
     ),
     "an image in a datum": (
         lambda c: c.training.forward_backward([image_datum()], "cross_entropy").result(),
-        "datum 0: a chunk of kind image; only encoded_text is supported: the server has no vision tower",
+        "datum 0: a chunk of kind image; only encoded_text is supported; images need a server with --serve-images",
     ),
     "an image in a prompt": (
         lambda c: c.sampling.sample(seen(IMAGE), 1, PARAMS).result(),
-        "prompt: a chunk of kind image; only encoded_text is supported: the server has no vision tower",
+        "prompt: a chunk of kind image; only encoded_text is supported; images need a server with --serve-images",
     ),
     "an image by its address": (
         lambda c: c.sampling.sample(seen(POINTER), 1, PARAMS).result(),

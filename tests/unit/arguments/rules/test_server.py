@@ -109,3 +109,14 @@ def test_rules_with_settings_of_the_trainer_are_left_out() -> None:
     assert flags["hf_checkpoint"].required_with == ()
     assert flags["use_precision_aware_optimizer"].excludes == ()
     assert flags["use_precision_aware_optimizer"].needs != ()
+
+
+def test_images_need_a_tower_and_the_local_engine(folder: Path) -> None:
+    """The messages name the flag that asked for them."""
+    flags = ["--hf-checkpoint", str(folder / "hf"), "--serve-images"]
+    with pytest.raises(ConfigError) as alone:
+        parse_args(flags, 1, SERVER)
+    (found,) = alone.value.problems
+    assert found.flag == "--serve-images" and "or remove --serve-images" in str(found)
+    with pytest.raises(ConfigError, match="not supported with --rollout-engine sglang"):
+        parse_args([*flags, *SGLANG.split()], 1, SERVER)
