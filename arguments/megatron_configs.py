@@ -292,6 +292,8 @@ def _sized_config() -> type[TransformerConfig]:
         # share of the pairs that layers without a window turn, the fastest ones
         rotary_share: float = 1.0
         layer_scalars: bool = False  # each layer's output is multiplied by a number of the file
+        # experts and a dense MLP work on the same hidden state, see model/beside_mlp.py
+        experts_beside_mlp: bool = False
         sinks_of_windows: bool = False  # only layers with a window have the learned sinks
 
         def __post_init__(self) -> None:

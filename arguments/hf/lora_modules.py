@@ -21,6 +21,7 @@ def absent_modules(model: HfModel) -> tuple[str, ...]:
     others = MLP if any(".w1." in str(mapping) for mapping in parameters) else MIXTRAL_MLP
     if not model.transformer.get("multi_latent_attention"):
         stacked = any("gate_up_proj" in str(mapping) for mapping in parameters)
+        stacked &= not any(".gate_proj." in str(mapping) for mapping in parameters)
         if not model.transformer["gated_linear_unit"]:
             return (*LATENT_ATTENTION, *others, MLP[0])
         return (*LATENT_ATTENTION, *others, *(MLP[:2] if stacked else ()))

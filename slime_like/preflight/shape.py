@@ -96,6 +96,8 @@ def shape_of(config: TransformerConfig, gpt: GPTModelConfig) -> ModelShape:
     latent = config.moe_latent_size or 0
     shared = experts * (hidden + bias)  # the router; an expert bias is a buffer
     shared += norm_of_mlp + 2 * hidden * latent
+    if getattr(config, "experts_beside_mlp", False):  # norms, and scales in the router
+        shared += 3 * norm + hidden + experts
     if config.moe_shared_expert_intermediate_size:
         shared += mlp(config.moe_shared_expert_intermediate_size)
         shared += hidden if config.moe_shared_expert_gate else 0

@@ -86,7 +86,12 @@ _MIXER_PARTS = (".input_layernorm.", ".self_attention.")
 _MLP_PARTS = (".pre_mlp_layernorm.", ".mlp.")
 _SHARED_EXPERT = ".mlp.shared_experts."
 _LATENT_EXPERTS = tuple(f"{MLP}.fc{number}_latent_proj.weight" for number in (1, 2))
-_EXPERT_LAYERS = ("router.", "experts.", "shared_experts.", "fc1_latent_proj.", "fc2_latent_proj.")
+_EXPERT_LAYERS = (
+    *("router.", "experts.", "shared_experts.", "fc1_latent_proj.", "fc2_latent_proj."),
+    "expert_norms.",
+)
+_BESIDE_MLP = (".expert_norms.", ".router.input_scale", ".router.expert_scale")
+_NORM_OF_MLP = ".pre_mlp_layernorm."
 _MEMORY = ".ngram_memory."
 _DELTA_NET = (
     *("in_proj.", "conv_weight", "A_log", "dt_bias", "norm_weight", "out_proj."),
@@ -186,6 +191,9 @@ def _configured(family: ModelFamily, config: TransformerConfig) -> dict[str, Map
             parameters.pop(name, None)
     if not config.moe_shared_expert_intermediate_size:
         parameters = {name: m for name, m in parameters.items() if _SHARED_EXPERT not in name}
+    beside = getattr(config, "experts_beside_mlp", False)
+    absent = (_NORM_OF_MLP,) if beside else _BESIDE_MLP
+    parameters = {n: m for n, m in parameters.items() if not any(part in n for part in absent)}
     if config.multi_latent_attention:
         if config.transformer_impl == "transformer_engine":
             for name in _DOWN_PROJECTIONS:

@@ -47,6 +47,7 @@ _STORED_DTYPES = {
 }
 # Qwen3.5 without its vision tower: transformers may save it with the names of the full model
 TEXT_ONLY = ({"Qwen3_5ForCausalLM"}, {"Qwen3_5MoeForCausalLM"})
+GEMMA4 = "Gemma4ForConditionalGeneration"
 LANGUAGE_MODEL = "model.language_model."
 PREDICTION_LAYERS = "mtp.layers."
 FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
@@ -286,6 +287,8 @@ def _own_names(
         return {published_name(name): tensor for name, tensor in stored.items()}
     if named == [deepseek_v4.DEEPSEEK_V4]:
         return {deepseek_v4.published_name(name): tensor for name, tensor in stored.items()}
+    if named == [GEMMA4]:  # written as they are read
+        return dict(stored)
     if named == [GEMMA3]:
         return {with_vision_model(name): tensor for name, tensor in stored.items()}
     if named == [QWEN3_VL_MOE]:  # either order of dimensions; see `as_published`

@@ -182,6 +182,20 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "Gemma 4 with experts": (
+        "Gemma4ForCausalLM",
+        {
+            **{"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2},
+            "moe_intermediate_size": 20,
+        },
+    ),
+    "Gemma 4 with experts and a tower": (
+        "Gemma4ForConditionalGeneration",
+        {
+            **{"enable_moe_block": True, "num_experts": 4, "top_k_experts": 3},
+            "moe_intermediate_size": 12,
+        },
+    ),
     "LFM2 with YaRN": ("Lfm2ForCausalLM", {"rope_parameters": YARN, "conv_L_cache": 2}),
     "Granite 4 with experts": (
         "GraniteMoeHybridForCausalLM",
@@ -291,6 +305,13 @@ CELLS = {
         ("Gemma4ForCausalLM", TP2),
         ("Gemma4ForCausalLM", f"{CP2} {RECOMPUTE['recompute']}"),
         ("Gemma 4 with its own values", "--tensor-model-parallel-size 2"),
+        ("Gemma 4 with experts", TP2_EP2),
+        ("Gemma 4 with experts", f"{CP2} {EP2} {RECOMPUTE['recompute']}"),
+        ("Gemma 4 with experts", "--micro-batch-size 1"),  # DP2
+        (
+            "Gemma 4 with experts",
+            f"{PP2} --recompute-granularity selective --recompute-modules moe",
+        ),
         ("Lfm2ForCausalLM", TP2),
         ("Lfm2ForCausalLM", f"{CP2} {RECOMPUTE['recompute']}"),
         ("Lfm2MoeForCausalLM", TP2_EP2),
@@ -395,6 +416,7 @@ CELLS = {
         ("Granite 4 with Mamba-2", f"{PP2} {EP2}"),
         ("Gemma4ForCausalLM", f"{PP2} {TP2}"),
         ("Gemma 4 with its own values", f"{PP2} {CP2}"),
+        ("Gemma 4 with experts", f"{PP2} {TP2_EP2}"),
         ("Lfm2ForCausalLM", f"{PP2} {TP2}"),
         ("Lfm2MoeForCausalLM", f"{PP2} {EP2}"),
         ("Lfm2MoeForCausalLM", f"{TP2_EP2} {CP2} {RECOMPUTE['recompute']}"),

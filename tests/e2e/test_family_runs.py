@@ -13,6 +13,16 @@ from slime_like.hf_class import class_for_text
 from tests.e2e.helpers import Workspace, rows_of, weights_of
 from tests.e2e.programs import TrainServer
 
+VARIANTS = {
+    "Gemma 4 with experts": (
+        "Gemma4ForCausalLM",
+        {
+            **{"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2},
+            "moe_intermediate_size": 20,
+        },
+    ),
+}
+
 
 @pytest.mark.extended
 @pytest.mark.parametrize(
@@ -30,13 +40,15 @@ from tests.e2e.programs import TrainServer
         *("Gemma4ForConditionalGeneration", "Lfm2MoeForCausalLM"),
         *("NemotronHForCausalLM", "Glm5NextForConditionalGeneration"),
         *("Qwen4ExpForConditionalGeneration", "DeepseekV4ForCausalLM"),
+        *VARIANTS,
     ],
 )
 def test_it_trains(server: TrainServer, work: Workspace, tmp_path: Path, family: str) -> None:
     from transformers import AutoConfig
 
     model, out = tmp_path / "model", tmp_path / "out"
-    make_tiny_model(family, model)
+    like, changes = VARIANTS.get(family, (family, {}))
+    make_tiny_model(like, model, **changes)
     argv = work.flags(out, hf_checkpoint=model, save_hf=out / "hf", lr=5e-3, num_rollout=2)
     server.train(argv, tmp_path / "log").ok()
     rows = rows_of(out)

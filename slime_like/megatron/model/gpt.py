@@ -68,7 +68,8 @@ MODEL_FUNCTION = {
     "value_scale": "attention_value_scale", "value_norm": "", "keys_are_values": "",
     "sinks_of_windows": "", "embedding_multiplier": "", "residual_multiplier": "",
     "logits_scaling": "", "logit_softcap": "final_logit_softcapping", "rotary_share": "",
-    "layer_scalars": "", "short_conv": "", "router_epsilon": "",
+    "layer_scalars": "", "experts_beside_mlp": "enable_moe_block", "short_conv": "",
+    "router_epsilon": "",
     "activation_func_clamp_value": "swiglu_limit", "glu_linear_offset": "", "index_topk": "",
     "index_n_heads": "", "index_head_dim": "", "index_rotary_interleaved": "",
     "index_shared": "indexer_types", "index_pool": "index_kpool", "latent_norm_epsilon": "",
@@ -208,6 +209,10 @@ def decoder_spec(
         parts = mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules
         if isinstance(parts, MoESubmodules):
             parts.router = PackedRouter
+            if getattr(config, "experts_beside_mlp", False):
+                from slime_like.megatron.model.beside_mlp import put_beside_mlp
+
+                put_beside_mlp(layer)
     if around_zero:
         from slime_like.megatron.model.norms import ZeroCenteredRMSNorm
 

@@ -75,6 +75,12 @@ class PackedRouter(TopKRouter):
         # score of a logit, where it is not one of megatron-core's
         self._scores = getattr(self.config, "router_scores", None)
         assert self._scores in (None, SQRT_SOFTPLUS)
+        # Gemma 4: the input is normalised, and multiplied by channel; weights are, by expert
+        self.input_scale: torch.nn.Parameter | None = None
+        self.expert_scale: torch.nn.Parameter | None = None
+        if getattr(self.config, "experts_beside_mlp", False):
+            self.input_scale = self._scales(self.weight.size(1))
+            self.expert_scale = self._scales(self.num_experts)
         self.register_buffer(
             "load", torch.zeros(self.num_experts, device=self.weight.device), persistent=False
         )
@@ -84,6 +90,11 @@ class PackedRouter(TopKRouter):
         """Buffers that stay in float32 in a model in half precision: all, the bias of the experts
         and counts."""
         return [name for name, _ in self.named_buffers(recurse=False)]
+
+    def _scales(self, count: int) -> torch.nn.Parameter:
+        scales = torch.nn.Parameter(self.weight.new_ones(count))
+        scales.sequence_parallel = self.config.sequence_parallel  # type: ignore[attr-defined]
+        return scales
 
     def set_layer_number(self, layer_number: int) -> None:
         """As in megatron-core; a layer that selects experts by token gets its table."""
@@ -132,6 +143,15 @@ class PackedRouter(TopKRouter):
         )
         return super().forward(input, padding_mask=self._rows.padding)
 
+    def gating(self, input: Tensor) -> Tensor:
+        """As in megatron-core, of the scaled input."""
+        if self.input_scale is not None:
+            wide = input.to(torch.promote_types(input.dtype, torch.float32))
+            normed = F.rms_norm(wide, wide.shape[-1:], eps=self.config.layernorm_epsilon)
+            input = normed.to(input.dtype) * self.input_scale * input.size(-1) ** -0.5
+        logits: Tensor = super().gating(input)
+        return logits
+
     def _rows_of_this_call(self, current: _Pass) -> RoutedRows:
         recomputed = self.training and torch.is_grad_enabled() and bool(current.to_recompute)
         self._first_call = not recomputed
@@ -153,6 +173,8 @@ class PackedRouter(TopKRouter):
             scores = logits.view(-1, self.num_experts).to(probs.dtype).sigmoid()
             total = (scores * routing_map).sum(dim=1, keepdim=True)
             probs = probs * (total / (total + epsilon))
+        if self.expert_scale is not None:
+            probs = probs * self.expert_scale.to(probs.dtype)
         if self._first_call and padding_mask is not None:
             self.load += (routing_map & ~padding_mask.view(-1, 1)).sum(dim=0)
         return probs, routing_map

@@ -1,7 +1,7 @@
-"""Gemma 4, dense: Gemma 3's norms with plain weights, windows and scaled embeddings; layers without
-a window have larger heads, fewer of them with keys, which are their values too, and turn the
-fastest quarter of their pairs. Values are normalised, logits have a cap, and the output of a layer
-is multiplied by a number of the file."""
+"""Gemma 4, dense or with experts beside the MLP: Gemma 3's norms with plain weights, windows and
+scaled embeddings; layers without a window have larger heads, fewer of them with keys, which are
+their values too, and turn the fastest quarter of their pairs. Values are normalised, logits have a
+cap, and the output of a layer is multiplied by a number of the file."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from slime_like.weights.families import gemma3, llama
 from slime_like.weights.families.base import (
     ATTENTION,
     HF_ATTENTION,
+    HF_MLP,
+    MLP,
     WINDOWS,
     ConfigReader,
     ModelFamily,
@@ -19,8 +21,10 @@ from slime_like.weights.families.base import (
     require_values,
     window_theta,
 )
+from slime_like.weights.families.experts import EXPERT, shared_expert_parameters
 from slime_like.weights.layer_sizes import SizedHeadNorm, SizedOutput, SizedQKV
-from slime_like.weights.mappings import Mapping, Replicated
+from slime_like.weights.mappings import Mapping, Replicated, ReplicatedRows
+from slime_like.weights.stacked_experts import DownRows, GateUpRows
 
 LAYER = "decoder.layers.{layer}"
 PARAMETERS: dict[str, Mapping] = {
@@ -38,6 +42,26 @@ PARAMETERS: dict[str, Mapping] = {
         for name, hf_name in gemma3.NORMS.items()
     },
     f"{LAYER}.layer_scalar": Replicated("model.layers.{layer}.layer_scalar", "one"),
+    # with experts (megatron/model/beside_mlp.py)
+    **{
+        f"{MLP}.expert_norms.{name}.weight": Replicated(
+            f"model.layers.{{layer}}.{hf_name}_feedforward_layernorm{number}.weight"
+        )
+        for name, hf_name, number in (
+            ("shared_input", "pre", ""),
+            ("shared_output", "post", "_1"),
+            ("routed_input", "pre", "_2"),
+            ("routed_output", "post", "_2"),
+        )
+    },
+    f"{MLP}.router.input_scale": Replicated("model.layers.{layer}.router.scale"),
+    f"{MLP}.router.expert_scale": Replicated(
+        "model.layers.{layer}.router.per_expert_scale", "experts"
+    ),
+    f"{MLP}.router.weight": ReplicatedRows("model.layers.{layer}.router.proj.weight", "experts"),
+    f"{EXPERT}.linear_fc1.weight": GateUpRows("model.layers.{layer}.experts.gate_up_proj"),
+    f"{EXPERT}.linear_fc2.weight": DownRows("model.layers.{layer}.experts.down_proj"),
+    **shared_expert_parameters(HF_MLP),
 }
 OF_LAYERS = "per_layer_config"  # transformers' key, by number of the layer
 # key of a layer in it -> the published files' key of all layers without a window
@@ -132,6 +156,26 @@ def _settings(reader: ConfigReader) -> dict[str, object]:
         "post_self_attn_layernorm": True,
         "post_mlp_layernorm": True,
         "embedding_scale": float(reader.number("hidden_size")) ** 0.5,
+        **(_experts(reader) if config.get("enable_moe_block") else {}),
+    }
+
+
+def _experts(reader: ConfigReader) -> dict[str, object]:
+    """Of all layers. Weights of a softmax are renormalised."""
+    experts = reader.number("num_experts")
+    topk = reader.number("top_k_experts")
+    if topk > experts or topk == 1:
+        reader.refuse(f"top_k_experts {topk} must be from 2 to num_experts {experts}")
+    return {
+        "experts_beside_mlp": True,
+        "num_moe_experts": experts,
+        "moe_router_topk": topk,
+        "moe_ffn_hidden_size": reader.number("moe_intermediate_size"),
+        "moe_layer_freq": 1,
+        "moe_router_pre_softmax": False,
+        "moe_router_score_function": "softmax",
+        "moe_router_load_balancing_type": "none",
+        "moe_shared_expert_intermediate_size": reader.number("intermediate_size"),
     }
 
 
@@ -140,7 +184,6 @@ def _refuse_what_is_missing(reader: ConfigReader) -> None:
     missing = {
         PER_LAYER: ("embeddings by layer", config.get(PER_LAYER, 256)),  # transformers' default
         SHARED_KEYS: ("layers that share keys and values", config.get(SHARED_KEYS)),
-        "enable_moe_block": ("experts beside the MLP", config.get("enable_moe_block")),
     }
     for key, (what, value) in missing.items():
         if value:

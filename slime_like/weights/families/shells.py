@@ -264,7 +264,7 @@ for _family in (
         ("gemma4_text",),
         IN_MODEL,
         ("model.vision_tower.", "model.embed_vision.", "model.audio_tower.", "model.embed_audio."),
-        ("gemma-4-31B",),
+        ("gemma-4-31B", "gemma-4-26B"),
         {
             **{"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 24, "head_dim": 8},
             **{"num_attention_heads": 2, "num_key_value_heads": 2, "position_embedding_size": 8},

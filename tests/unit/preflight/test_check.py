@@ -121,6 +121,9 @@ GEMMA4 = {
     **GEMMA3, "architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4_text", "query_pre_attn_scalar": None, "global_head_dim": 24,
     "num_global_key_value_heads": 1, "attention_k_eq_v": True, "hidden_size_per_layer_input": 0, "rope_theta": None, "hidden_act": None,
 }  # fmt: skip
+GEMMA4_MOE = {
+    **GEMMA4, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24,
+}  # fmt: skip
 LFM2 = {
     **MOE, "architectures": ["Lfm2MoeForCausalLM"], "model_type": "lfm2_moe", "conv_L_cache": 3, "num_dense_layers": 1, "head_dim": None,
     "layer_types": ["conv", "conv", "full_attention", "conv"], "mlp_only_layers": None, "hidden_act": None, "rms_norm_eps": None,
@@ -230,7 +233,18 @@ def test_the_advice_helps(tmp_path: Path) -> None:
     "changes",
     [
         *({}, MOE, {"tie_word_embeddings": False}, DELTA_NETS, KIMI, NEMOTRON, GLM5, MINIMAX, GLM4),
-        *(QWEN4, GPT_OSS, GEMMA3, GRANITE, GRANITE_4, MIMO_V2, GEMMA4, LFM2, DEEPSEEK_V4),
+        *(
+            QWEN4,
+            GPT_OSS,
+            GEMMA3,
+            GRANITE,
+            GRANITE_4,
+            MIMO_V2,
+            GEMMA4,
+            GEMMA4_MOE,
+            LFM2,
+            DEEPSEEK_V4,
+        ),
     ],
     ids=[
         "dense, tied",
@@ -249,6 +263,7 @@ def test_the_advice_helps(tmp_path: Path) -> None:
         "Granite 4",
         "MiMo-V2",
         "Gemma 4",
+        "Gemma 4 with experts",
         "LFM2",
         "DeepSeek-V4",
     ],

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from arguments.hf.lora_modules import absent_modules
 from arguments.hf.model import read_hf_model
 from slime_like.config import ConfigError
 from tests.unit.arguments.hf import networks
@@ -34,6 +35,10 @@ PUBLISHED = {
     **TEXT,
     **{"global_head_dim": 512, "num_global_key_value_heads": 4, "tie_word_embeddings": True},
     "layer_types": KINDS * 10,
+}
+EXPERTS = {
+    **{"enable_moe_block": True, "num_experts": 128, "top_k_experts": 8},
+    "moe_intermediate_size": 704,
 }
 SAVED = {
     **{**TEXT, "layer_types": KINDS * 10, "use_bidirectional_attention": None},
@@ -82,12 +87,30 @@ def test_parameters(tmp_path: Path) -> None:
     assert expected / 1e9 == pytest.approx(30.7, abs=0.05)
 
 
+def test_experts_beside_the_mlp(tmp_path: Path) -> None:
+    """The MLP is an expert of all tokens; adapters are on it, not on the experts of one tensor."""
+    found = read_hf_model(write(tmp_path, {**PUBLISHED, **EXPERTS}))
+    core = found.transformer
+    assert core["experts_beside_mlp"] and core["moe_layer_freq"] == 1
+    assert (core["num_moe_experts"], core["moe_router_topk"]) == (128, 8)
+    assert (core["moe_ffn_hidden_size"], core["moe_shared_expert_intermediate_size"]) == (
+        704,
+        21504,
+    )
+    dense = read_hf_model(write(tmp_path, PUBLISHED))
+    for model in (found, dense):
+        assert not {"gate_proj", "up_proj", "down_proj"} & set(absent_modules(model))
+    more = shape(found).total - shape(dense).total
+    assert more == 60 * (128 * (3 * 704 * 5376 + 5376 + 1) + 4 * 5376)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"hidden_size_per_layer_input": 256}, "embeddings by layer are not supported"),
         ({"num_kv_shared_layers": 20}, "layers that share keys and values are not supported"),
-        ({"enable_moe_block": True}, "experts beside the MLP are not supported"),
+        ({"enable_moe_block": True}, "num_experts must be a positive integer, not None"),
+        ({**EXPERTS, "top_k_experts": 1}, "top_k_experts 1 must be from 2 to num_experts 128"),
         ({"use_bidirectional_attention": "all"}, "only causal attention"),
         ({"num_global_key_value_heads": 5}, "5 key heads of layers without a window"),
         ({"per_layer_config": {"0": {"head_dim": 512}}}, "per_layer_config .* is not supported"),
