@@ -354,6 +354,24 @@ def test_glm5_in_layouts(alone: Any, files: dict[str, str], tmp_path: Path) -> N
 
 
 @pytest.mark.slow
+def test_a_memory_of_ngrams_in_layouts(alone: Any, files: dict[str, str], tmp_path: Path) -> None:
+    """It is frozen, with the gates of residual streams; adapters behind it learn through it."""
+    folder = Path(files["model"]).parent / "qwen4"
+    make_tiny_model("Qwen4ExpForConditionalGeneration", folder, num_hidden_layers=4)
+    make_rollouts(f"{folder}/rollout_{{rollout_id}}")
+    qwen4 = {**files, "model": str(folder)}
+    one = worker.train(qwen4["model"], alone, EVERYTHING)
+    layers = {name.split(".layers.")[1][0] for name in one["factors"] if ".layers." in name}
+    assert layers == set("0123")
+    frozen = (".ple.", "hyper_connection", ".indexer.")
+    assert not any(part in name for name in one["factors"] for part in frozen)
+    # adapters of layer 0 reach the loss through the memory of layer 2 too
+    assert min(float(g.norm()) for n, g in one["gradients"].items() if ".layers.0." in n) > 0
+    layouts = {f"Qwen3.8 {name}": f"{EVERYTHING} {f}" for name, f in LATENT_LAYOUTS.items()}
+    compare_layouts(layouts, one, qwen4, tmp_path)
+
+
+@pytest.mark.slow
 def test_blocks_of_nemotron_in_layouts(alone: Any, files: dict[str, str], tmp_path: Path) -> None:
     """Attention, an MLP without a gate, and experts on a latent; Mamba-2 has no adapter."""
     folder = Path(files["model"]).parent / "nemotron"
