@@ -3,7 +3,8 @@
 The thread samples rollouts in order, up to a limit. Just before rollout k is trained on, the engine
 gets the current weights and the limit rises to k + max_staleness. So no token is staler than
 max_staleness weight versions, and with 0 every rollout is sampled on-policy, as without a thread.
-New weights take effect within a rollout, between two tokens.
+New weights take effect within a rollout, between two tokens; on an engine in this process, between
+two rollouts.
 
 A checkpoint waits for requests in flight and stores the rollouts that were sampled but not trained
 on. A resumed run trains on them, so it continues exactly as the run that saved.

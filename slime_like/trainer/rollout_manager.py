@@ -122,10 +122,12 @@ class RolloutManager:
         return self.queue.take(step)
 
     def before_new_weights(self) -> None:
-        """Call before the engine gets the weights of the next rollout. With --fully-async in rounds
-        over all ranks, waits for the rollout in progress, so that timing does not decide which
-        weights sample which token."""
-        if self.pool is not None and not self.pool.streams:
+        """Call before the engine gets the weights of the next rollout. Waits for rollouts in
+        progress on an engine in this process, so that timing does not decide which weights sample
+        which token. Episodes of agents take their time, and new weights, in any case."""
+        if self._rollouter is None or self._rollouter.engine.is_remote:
+            return
+        if self.pool is not None or not self.settings.has_agents:
             self.drain()
 
     def drain(self) -> None:

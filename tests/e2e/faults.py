@@ -360,3 +360,16 @@ def deliver_in_front(rank: int, out: str) -> None:
 
     count_deliveries(rank, out)
     BatchBuilder.deliver_early = lambda self, rollout_id, samples, group: None  # type: ignore[method-assign]
+
+
+def slow_tokens(rank: int, seconds: str) -> None:
+    """The local engine takes at least so long for a token."""
+    from slime_like.engines.local.decoder import Decoder
+
+    forward = Decoder._forward
+
+    def slow(self: Decoder, *args: Any) -> Any:
+        sleep(float(seconds))
+        return forward(self, *args)
+
+    Decoder._forward = slow  # type: ignore[method-assign]

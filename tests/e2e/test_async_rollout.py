@@ -69,6 +69,21 @@ def test_one_version_behind(
         )
 
 
+def test_a_slow_engine_samples_the_same(
+    server: TrainServer, work: Workspace, tmp_path: Path
+) -> None:
+    """How long the engine takes for a token does not decide which weights sample it."""
+    outs = [tmp_path / "fast", tmp_path / "slow"]
+    for out, hook in zip(outs, ("", "tests.e2e.faults:slow_tokens 0.3")):
+        flags = work.flags(
+            out, num_rollout=4, micro_batch_size=2, async_rollout="", tis_ratio_type="token"
+        )
+        server.train(flags, out / "log", hook=hook).ok()
+    fast, slow = outs
+    assert max(row["rollout/staleness_max"] for row in rows_of(slow)) == 1
+    assert same_numbers(rows_of(slow)) == same_numbers(rows_of(fast))
+
+
 @pytest.mark.extended
 def test_a_resumed_run_trains_on_what_was_sampled_ahead(
     server: TrainServer, work: Workspace, tmp_path: Path
