@@ -415,32 +415,7 @@ class LayerCauses:
         ]
 
     def _fit(self, make: Callable[[float], Change], grid: Sequence[float]) -> Change:
-        """The change of one positive number that comes nearest: the best of a grid, then a golden
-        section of the logarithm between its neighbours."""
-        errors = [self._error(make(value)) for value in grid]
-        best = errors.index(min(errors))
-        low = math.log(grid[max(0, best - 1)])
-        high = math.log(grid[min(len(grid) - 1, best + 1)])
-        ratio = (math.sqrt(5) - 1) / 2
-        left = high - ratio * (high - low)
-        right = low + ratio * (high - low)
-        at_left = self._error(make(math.exp(left)))
-        at_right = self._error(make(math.exp(right)))
-        for _ in range(REFINEMENTS):
-            if at_left < at_right:
-                high = right
-                right = left
-                at_right = at_left
-                left = high - ratio * (high - low)
-                at_left = self._error(make(math.exp(left)))
-            else:
-                low = left
-                left = right
-                at_left = at_right
-                right = low + ratio * (high - low)
-                at_right = self._error(make(math.exp(right)))
-        value = math.exp((low + high) / 2)
-        return make(min((value, grid[best]), key=lambda v: self._error(make(v))))
+        return fitted(make, grid, self._error)
 
     def _attributes(self, *names: str) -> list[Number]:
         """Modules of the layer with one of these attributes that is a number, with their names."""
@@ -631,6 +606,37 @@ class LayerCauses:
                     f"{rounding:.3g}",
                 )
         return None
+
+
+def fitted(
+    make: Callable[[float], Change], grid: Sequence[float], error: Callable[[Change], float]
+) -> Change:
+    """The change of one positive number that comes nearest: the best of a grid, then a golden
+    section of the logarithm between its neighbours."""
+    errors = [error(make(value)) for value in grid]
+    best = errors.index(min(errors))
+    low = math.log(grid[max(0, best - 1)])
+    high = math.log(grid[min(len(grid) - 1, best + 1)])
+    ratio = (math.sqrt(5) - 1) / 2
+    left = high - ratio * (high - low)
+    right = low + ratio * (high - low)
+    at_left = error(make(math.exp(left)))
+    at_right = error(make(math.exp(right)))
+    for _ in range(REFINEMENTS):
+        if at_left < at_right:
+            high = right
+            right = left
+            at_right = at_left
+            left = high - ratio * (high - low)
+            at_left = error(make(math.exp(left)))
+        else:
+            low = left
+            left = right
+            at_left = at_right
+            right = low + ratio * (high - low)
+            at_right = error(make(math.exp(right)))
+    value = math.exp((low + high) / 2)
+    return make(min((value, grid[best]), key=lambda v: error(make(v))))
 
 
 def columns_of(heads: Tensor, size: int) -> Tensor:

@@ -46,12 +46,12 @@ class Certificate:
     @property
     def metrics(self) -> dict[str, float]:
         """For the metrics of a run."""
-        shares = {
-            f"certificate/{name}_difference": max(
-                gaps[name][0] / gaps[name][1] for gaps in self.sites.values() if name in gaps
-            )
-            for name in {name for gaps in self.sites.values() for name in gaps}
-        }
+        shares: dict[str, float] = {}
+        for gaps in self.sites.values():
+            for name, (largest, limit) in gaps.items():
+                who = "trainer" if name == "trainer" else "engine"  # or the address of a server
+                key = f"certificate/{who}_difference"
+                shares[key] = max(shares.get(key, 0.0), largest / limit)
         return {"certificate/findings": float(len(self.findings)), **shares}
 
     def to_json(self) -> dict[str, Any]:

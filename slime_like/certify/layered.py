@@ -96,6 +96,15 @@ class LayeredModel:
             site: torch.cat([p.states[site] for p in passes]) for site in passes[0].states
         }  # every sequence has every site
 
+    def without_scaled_embedding(self, sequences: Sequence[Tensor], states: States) -> States:
+        """The states of another implementation, without the embedding if this model scales it
+        outside of the module: then others may do so elsewhere, too."""
+        rows = self.model.get_input_embeddings().weight[sequences[0].to(self.device)]
+        own = self.run(sequences[:1])["embedding"]
+        if own.shape == rows.shape and torch.equal(own.to(rows), rows):
+            return states
+        return {site: value for site, value in states.items() if site != "embedding"}
+
     @torch.no_grad()
     def calls(self, sequences: Sequence[Tensor], inputs: States, layer: int) -> list[Call]:
         """With which arguments the layer is called, for each sequence."""

@@ -5,7 +5,7 @@ what can be said about a server."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -85,7 +85,11 @@ class LogProbGaps:
 
 
 def compare_log_probs(
-    subject: str, exact: SampledTokens, rounded: SampledTokens, temperature: float
+    subject: str,
+    exact: SampledTokens,
+    rounded: SampledTokens,
+    temperature: float,
+    find: Callable[[float], Cause | None] = lambda limit: None,
 ) -> LogProbGaps:
     """Compare what an engine reported.
 
@@ -93,6 +97,7 @@ def compare_log_probs(
         exact: With the logits of the reference in float64.
         rounded: With those of the same model in the dtype of the run.
         temperature: Of the run; greedy sampling counts as 1.
+        find: Looks for another cause, with the limit of the differences.
     """
     temperature = temperature or 1.0
     expected = exact.expected(temperature)
@@ -102,7 +107,7 @@ def compare_log_probs(
     over = ~(gap <= limit)
     findings: tuple[Finding, ...] = ()
     if bool(over.any()):
-        cause = sampler_cause(exact, temperature, limit) or profile(exact, over, gap)
+        cause = sampler_cause(exact, temperature, limit) or find(limit) or profile(exact, over, gap)
         findings = (
             Finding(
                 subject, "log-probs", None, "sampler", int(exact.position[over].min()), None,

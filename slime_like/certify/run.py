@@ -20,6 +20,7 @@ from transformers.initialization import no_init_weights
 from arguments.hf.quantization import folder_quantization
 from slime_like.certify.certificate import Certificate, write
 from slime_like.certify.compare import Examination, Finding, Reference
+from slime_like.certify.global_causes import ModelCauses
 from slime_like.certify.layered import LayeredModel
 from slime_like.certify.log_probs import LogProbGaps, compare_log_probs, sampled_tokens
 from slime_like.certify.weights import Fingerprints, fingerprints
@@ -96,10 +97,11 @@ class Certifier:
         """
         states = self._trainer_states()
         weights = self._trainer_weights()
+        traces = self._engine_traces()
         outputs = self._engine_outputs()
 
         def examine() -> Certificate:
-            found = self._examine(states, weights, outputs, source)
+            found = self._examine(states, weights, traces, outputs, source)
             certificate = self._certificate(rollout, weight_version, weights, source, *found)
             path = write(certificate, self._settings.outputs)
             for finding in certificate.findings:
@@ -150,6 +152,14 @@ class Certifier:
                 weights[name] = tensor.detach().to("cpu", copy=True)
         return weights
 
+    def _engine_traces(self) -> list[tuple[str, Mapping[str, Tensor]]]:
+        """On rank 0, the states of all sequences of every server that dumps them. Before anything
+        else is asked, so that no server has a part of a sequence in its cache."""
+        engine = self._engine
+        if engine is None or not engine.is_remote:
+            return []
+        return self._on_rank_zero(lambda: engine.trace(self._sequences))
+
     def _engine_outputs(self) -> list[tuple[str, list[GenerateRequest], list[GenerateOutput]]]:
         """On rank 0, what the engine, or each server, samples for a few prompts."""
         if self._engine is None:
@@ -175,6 +185,7 @@ class Certifier:
         self,
         states: Mapping[str, Tensor],
         weights: Mapping[str, Tensor],
+        traces: Sequence[tuple[str, Mapping[str, Tensor]]],
         outputs: Sequence[tuple[str, list[GenerateRequest], list[GenerateOutput]]],
         source: str | None,
     ) -> tuple[Mapping[str, Examination], Mapping[str, LogProbGaps]]:
@@ -194,15 +205,38 @@ class Certifier:
             engine = LayeredModel(self._engine.model)
             own = engine.run(self._sequences, states)
             found["engine"] = reference.examine("engine", own, engine.weights())
+        for url, own in traces:
+            # a server computes all layers in a row: each is compared on what it got itself
+            given = exact.without_scaled_embedding(self._sequences, own)
+            of_server = Reference(exact, rounded, self._sequences, given)
+            found[url] = of_server.examine(url, given, {})
         log_probs = {}
         for name, requests, answers in outputs:
-            log_probs[name] = compare_log_probs(
-                name,
-                sampled_tokens(exact, requests, answers),
-                sampled_tokens(rounded, requests, answers),
-                settings.sampling.temperature,
-            )
+            log_probs[name] = self._compare_log_probs(name, exact, rounded, requests, answers)
         return found, log_probs
+
+    def _compare_log_probs(
+        self,
+        name: str,
+        exact: LayeredModel,
+        rounded: LayeredModel,
+        requests: Sequence[GenerateRequest],
+        answers: Sequence[GenerateOutput],
+    ) -> LogProbGaps:
+        temperature = self._settings.sampling.temperature
+        sampled = sampled_tokens(exact, requests, answers)
+
+        def gap() -> Tensor:
+            again = sampled_tokens(exact, requests, answers)
+            return (again.expected(temperature or 1.0) - again.reported).abs()
+
+        return compare_log_probs(
+            name,
+            sampled,
+            sampled_tokens(rounded, requests, answers),
+            temperature,
+            lambda limit: ModelCauses(exact, gap, limit).find(),
+        )
 
     def _certificate(
         self,

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias
 
@@ -188,6 +188,12 @@ class RolloutEngine:
         """On rank 0 of a remote engine, the outputs of every server for the same requests, with the
         server's address. Raises RunError if no server can answer, or if an answer is invalid."""
         raise NotImplementedError
+
+    def trace(self, sequences: Sequence[Tensor]) -> list[tuple[str, Mapping[str, Tensor]]]:
+        """On rank 0 of a remote engine, what its servers compute inside for sequences of tokens [L]
+        that no cache has, by the site of `StateRecorder`: [N, C] of all tokens. Only of servers
+        that show it, with their addresses."""
+        return []
 
     def release_memory(self) -> None:
         """Release memory on the trainer's GPUs before training; `update_weights` reallocates it."""

@@ -207,7 +207,16 @@ class ServedEngine(RolloutEngine):
         """See `RolloutEngine`. A server lost during the probe is evicted with a warning; RunError
         if none responds and none restarts."""
         assert self.pool is not None
-        workers = self.pool.ready()
+        return self.ask(self.pool.ready(), requests, sampling)
+
+    def ask(
+        self,
+        workers: Sequence[Worker],
+        requests: Sequence[GenerateRequest],
+        sampling: SamplingParams,
+    ) -> list[tuple[str, list[GenerateOutput]]]:
+        """The outputs of these servers; see `probe`."""
+        assert self.pool is not None
         api = self.pool.api
         adapter = self.pool.adapter
         legal = Legal(self._vocab_size, {self.pool.version})

@@ -267,11 +267,12 @@ def make_teacher(
 def make_weight_sync(
     config: RunConfig, backend: MegatronBackend, engine: RolloutEngine | None, progress: Progress
 ) -> WeightSync | None:
-    """The weight sync of a run with an engine, with a check if the engine is remote."""
+    """The weight sync of a run with an engine, with a check if the engine is remote. --certify
+    checks more itself, and says why servers differ."""
     if engine is None:
         return None
     check = None
-    if engine.is_remote:
+    if engine.is_remote and not config.guards.certify:
         from slime_like.weight_sync.check import WeightCheck
 
         limit = train_rollout_limit(config)

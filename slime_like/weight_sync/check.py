@@ -71,7 +71,8 @@ class WeightCheck:
                 raise RunError(
                     f"the engine {url} does not have the weights of version {version}: its "
                     f"log-probs of {gaps.numel()} tokens differ from the trainer's by {mean:.3g} "
-                    f"on average (at most {largest:.3g}; limit {self._limit:g})"
+                    f"on average (at most {largest:.3g}; limit {self._limit:g}); "
+                    "`slime-like certify` says why"
                 )
             worst = max(worst, mean)
         return {"engine/weight_check_log_prob_diff": worst}

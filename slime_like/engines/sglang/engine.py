@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from slime_like.engines.base import GenerateRequest, SamplingParams
 from slime_like.engines.served import ServedEngine
+from slime_like.logs import warn_rank_0
+from slime_like.servers.http import CONTROL_S
+from slime_like.sglang.tensor_dump import FOLDER_SETTING, dump_files, dumped_states
+
+logger = logging.getLogger(__name__)
 
 
 class SglangEngine(ServedEngine):
@@ -10,3 +22,31 @@ class SglangEngine(ServedEngine):
 
     takes_quantized = True
     takes_prediction_layers = True
+
+    def trace(self, sequences: Sequence[Tensor]) -> list[tuple[str, Mapping[str, Tensor]]]:
+        """See `RolloutEngine`. Of servers with --debug-tensor-dump-output-folder, whose folder this
+        process must see."""
+        assert self.pool is not None
+        requests = [
+            GenerateRequest(-1 - i, tuple(tokens.tolist()), seed=i)
+            for i, tokens in enumerate(sequences)
+        ]
+        found: list[tuple[str, Mapping[str, Tensor]]] = []
+        for worker in self.pool.ready():
+            info = self.pool.call(worker, "/server_info", timeout_s=CONTROL_S, method="GET")
+            folder = info.get(FOLDER_SETTING)
+            if not isinstance(folder, str):
+                continue
+            before = dump_files(Path(folder))
+            self.ask([worker], requests, SamplingParams(max_new_tokens=1))
+            states = dumped_states(dump_files(Path(folder)) - before, sequences)
+            if states:
+                found.append((worker.url, states))
+            else:
+                warn_rank_0(
+                    logger,
+                    f"the layers of {worker.url} are not compared: {folder}, its "
+                    "--debug-tensor-dump-output-folder, has no pass with the certificate's "
+                    "tokens; is it a folder that this machine sees, too?",
+                )
+        return found

@@ -1,0 +1,72 @@
+"""States of the prompts in the files that a server writes, one for each forward pass."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slime_like.sglang.tensor_dump import IDS, LENGTHS, dump_files, dumped_states
+
+FIRST = torch.tensor([5, 6, 7, 8])
+SECOND = torch.tensor([9, 5])
+
+
+def write_pass(folder: Path, number: int, prompts: list[Tensor], **more: Any) -> None:
+    """A pass over these prompts: every module gives its tokens, times a number of its own."""
+    ids = torch.cat(prompts)
+    rows = ids[:, None].float()
+    dumped = {
+        "model.embed_tokens": rows,
+        "model.layers.0.input_layernorm": 2 * rows,
+        "model.layers.0.self_attn.rotary_emb": [rows, rows],
+        "model.layers.0.self_attn.o_proj": 3 * rows,
+        "model.layers.0.post_attention_layernorm": [4 * rows, 5 * rows],
+        "model.layers.0.mlp.down_proj": 6 * rows,
+        "model.layers.1.input_layernorm": [7 * rows, 8 * rows],
+        "model.norm": [9 * rows, 10 * rows],
+        IDS: ids,
+        LENGTHS: torch.tensor([prompt.numel() for prompt in prompts]),
+        **more,
+    }
+    folder.mkdir(exist_ok=True)
+    torch.save(dumped, folder / f"Pass{number:05d}.pt")
+
+
+def test_prompts_of_one_pass_and_of_several(tmp_path: Path) -> None:
+    rank = tmp_path / "TP0_PP0_Rank0_pid1"
+    write_pass(rank, 0, [torch.tensor([0])])  # a health check
+    old = dump_files(tmp_path)
+    write_pass(rank, 1, [SECOND, FIRST])
+    new = dump_files(tmp_path) - old
+    assert len(new) == 1
+    together = dumped_states(new, [FIRST, SECOND])
+    expected = torch.cat([FIRST, SECOND])[:, None].float()
+    factors = {
+        **{"embedding": 1, "layers.0.norm": 2, "layers.0.attention": 3, "layers.0.mlp_norm": 4},
+        **{"layers.0.mlp": 6, "layers.1.norm": 7, "layers.0": 8, "norm": 9, "layers.1": 10},
+    }
+    assert together.keys() == factors.keys()
+    for site, factor in factors.items():
+        assert torch.equal(together[site], factor * expected), site
+    write_pass(rank, 2, [FIRST])
+    write_pass(rank, 3, [SECOND])
+    apart = dumped_states(dump_files(tmp_path) - old - new, [FIRST, SECOND])
+    assert all(torch.equal(apart[site], together[site]) for site in together)
+
+
+def test_a_prompt_that_is_in_no_pass(tmp_path: Path) -> None:
+    """As with a cached prefix: then nothing is known."""
+    write_pass(tmp_path / "TP0_PP0_Rank0_pid1", 0, [FIRST[2:], SECOND])
+    assert dumped_states(dump_files(tmp_path), [FIRST, SECOND]) == {}
+    assert dumped_states([], [FIRST]) == {}
+
+
+def test_ranks_of_tensor_parallelism_have_parts_of_outputs(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        write_pass(tmp_path / f"TP{rank}_PP0_Rank{rank}_pid{rank}", 0, [FIRST])
+    found = dumped_states(dump_files(tmp_path), [FIRST])
+    assert {"layers.0.attention", "layers.0.mlp"}.isdisjoint(found)
+    assert {"embedding", "layers.0", "layers.0.mlp_norm", "norm"} <= found.keys()
