@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -76,7 +76,8 @@ def sites(dumped: Mapping[str, Any], *, whole: bool) -> dict[str, Tensor]:
     last = max((int(m.group(1)) for name in dumped if (m := LAYER.match(name))), default=-1)
     if isinstance(embedded := dumped.get("model.embed_tokens"), Tensor):
         found["embedding"] = embedded
-    if is_pair(final := dumped.get("model.norm")):
+    final = dumped.get("model.norm")
+    if is_pair(final):
         found["norm"] = final[0]
         found[f"layers.{last}"] = final[1]
     for name, value in dumped.items():
@@ -98,6 +99,6 @@ def sites(dumped: Mapping[str, Any], *, whole: bool) -> dict[str, Tensor]:
     return {site: value for site, value in found.items() if isinstance(value, Tensor)}
 
 
-def is_pair(value: object) -> bool:
+def is_pair(value: Any) -> TypeGuard[Sequence[Any]]:
     """Whether a norm gave its output and the residual."""
     return isinstance(value, list | tuple) and len(value) == 2
