@@ -43,7 +43,8 @@ FOREIGN = {
     "tensorboard": "--logdir",
     "examples/tinker": "--model --base-url --demo --learning-rate --log-path --max-steps-off-policy --start-from --stop-after",
     "of a user's module": "--my-weight --spo-eps",
-    "passed on to SGLang": "--sglang-mem-fraction-static --sglang-enable-deterministic-inference --sglang-rl-on-policy-target",
+    "passed on to SGLang": "--sglang-mem-fraction-static --sglang-enable-deterministic-inference --sglang-rl-on-policy-target"
+    " --sglang-debug-tensor-dump-output-folder --debug-tensor-dump-output-folder",
     "sglang.launch_server, vllm serve": "--is-embedding --runner",
     "vllm serve": "--logprobs-mode --worker-extension-cls --enable-scale-out --max-model-len",
     "passed on to vLLM": "--vllm-gpu-memory-utilization",
