@@ -7,6 +7,7 @@ quantised weights by its files: weights that the publisher excluded (`modules_to
 
 from __future__ import annotations
 
+import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from arguments.hf.quantization import SUPPORTED, Quantization
+from slime_like.config import SMALLEST_FLOAT32
 from slime_like.weights.export_plan import TensorPlan
 
 ReadRows = Callable[[str, int, int], Tensor]  # a stored tensor's rows [first, last)
@@ -47,8 +49,7 @@ class QuantizedWeight(ABC):
 
     @abstractmethod
     def encode(self, weight: Tensor) -> dict[str, Tensor]:
-        """Quantise a new value of the weight: the tensors of `stored`, on its device. Raises
-        ValueError if the format is read-only."""
+        """Quantise a new value of the weight: the tensors of `stored`, on its device."""
 
     def chunks(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """Split [start, stop) into ranges of complete blocks with about `CHUNK_ELEMENTS` elements
@@ -133,11 +134,14 @@ class Fp8Matrix(ScaledMatrix):
     def _encode_rows(self, weight: Tensor) -> tuple[Tensor, Tensor]:
         tiles = self._tiles(weight)
         scales = tiles.abs().amax(dim=(1, 3)) / FP8_MAX
+        scales = torch.where(scales > 0, scales.clamp(min=SMALLEST_FLOAT32), scales)
         if self.power_of_two or self.scale_dtype == torch.float8_e8m0fnu:
             mantissa, exponent = torch.frexp(scales)  # mantissa in [0.5, 1)
             scales = torch.ldexp(torch.ones_like(scales), exponent - (mantissa == 0.5).int())
         scales = _never_zero(scales.to(self.scale_dtype))
-        scaled = tiles / scales.float()[:, None, :, None]
+        # times the reciprocal, as DeepGEMM and both engines have it: a division rounds one code in
+        # some thousands otherwise
+        scaled = tiles * scales.float().reciprocal()[:, None, :, None]
         codes = self._untiled(scaled.clamp_(-FP8_MAX, FP8_MAX), len(weight)).to(FP8)
         return codes, scales
 
@@ -223,10 +227,35 @@ class MxExperts(QuantizedWeight):
         return values.flatten(2).transpose(1, 2)
 
     def encode(self, weight: Tensor) -> dict[str, Tensor]:
-        raise ValueError(
-            f"{self.name}: weights are not written in MXFP4; start the servers from the "
-            "unquantised model"
-        )
+        blocks = []
+        scales = []
+        for expert in weight:  # [columns, rows]
+            codes, exponents = _mx_codes(
+                expert.float().t().contiguous().unflatten(1, (-1, MX_COLUMNS))
+            )
+            blocks.append(codes[..., 0::2] | codes[..., 1::2] << 4)
+            scales.append(exponents)
+        return {self.blocks: torch.stack(blocks), self.scales: torch.stack(scales)}
+
+
+def _mx_codes(groups: Tensor) -> tuple[Tensor, Tensor]:
+    """e2m1 codes [..., 32] of groups of float32 and codes of their scales [...], uint8 each.
+
+    The scale is the smallest power of two at which nothing is clipped, as in SGLang's quantiser
+    (the MX specification's own rule, floor(log2 amax) - 2, clips up to a quarter of the largest
+    value). Rounded to nearest, ties to the smaller magnitude. A group with a number that is not
+    finite gets the scale that stands for NaN.
+    """
+    largest = groups.abs().amax(-1)
+    mantissa, exponent = torch.frexp(largest / E2M1[-1])  # mantissa in [0.5, 1)
+    exponent = torch.where(largest > 0, exponent - (mantissa == 0.5).int(), -MX_BIAS)
+    exponent = exponent.clamp(-MX_BIAS, MX_BIAS)
+    scaled = torch.ldexp(groups, -exponent.unsqueeze(-1))
+    bounds = [(low + high) / 2 for low, high in itertools.pairwise(E2M1)]
+    codes = torch.bucketize(scaled.abs(), torch.tensor(bounds, device=groups.device))
+    codes += 8 * (groups < 0)
+    scales = torch.where(torch.isfinite(largest), exponent + MX_BIAS, MX_NAN)
+    return codes.to(torch.uint8), scales.to(torch.uint8)
 
 
 def _never_zero(scales: Tensor) -> Tensor:

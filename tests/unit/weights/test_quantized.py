@@ -4,6 +4,7 @@ what stored bits stand for, and what is stored of a new value."""
 from __future__ import annotations
 
 import json
+import math
 import random
 import subprocess
 import sys
@@ -203,11 +204,78 @@ def test_scales_that_are_powers_of_two(tmp_path: Path) -> None:
     assert torch.equal(decoded(coded, coded.encode(back)), back)
 
 
-def test_mxfp4_is_only_read(tmp_path: Path) -> None:
-    config, stored, weight = _mxfp4()
+def test_the_smallest_numbers_have_a_scale(tmp_path: Path) -> None:
+    """Whose reciprocal is a number."""
+    config, stored, _ = FORMATS["fp8-small"]()
     coded = stored_format(write(tmp_path, config, stored))["x.weight"]
-    with pytest.raises(ValueError, match="MXFP4"):
-        coded.encode(weight.float())
+    weight = torch.zeros(19, 50)
+    weight[0, 0] = 1e-38
+    weight[8, 0] = 1.0
+    found = coded.encode(weight)
+    back = decoded(coded, found)
+    assert bool(torch.isfinite(back).all()) and back[8, 0] == 1.0 and back[0, 1] == 0.0
+    assert float(back[0, 0]) == pytest.approx(1e-38, rel=0.07)
+
+
+def nearest_mx(numbers: list[float]) -> tuple[int, list[float]]:
+    """The exponent and the values of a group of 32 numbers, by trying all."""
+    sizes = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+    largest = max(map(abs, numbers))
+    exponent = next((e for e in range(-127, 128) if 6.0 * 2.0**e >= largest), 127)
+    found = []
+    for number in numbers:
+        size = min(sizes, key=lambda size: (abs(size * 2.0**exponent - abs(number)), size))
+        found.append(math.copysign(size * 2.0**exponent, number))
+    return exponent, found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_new_values_in_mxfp4_are_the_nearest(dtype: torch.dtype, tmp_path: Path) -> None:
+    config, stored, _ = _mxfp4()
+    coded = stored_format(write(tmp_path, config, stored))["x.weight"]
+    torch.manual_seed(0)
+    weight = (torch.randn(3, 64, 5) * 10.0 ** torch.randint(-6, 6, (3, 1, 5))).to(dtype)
+    weight[0, :32, 0] = 0
+    weight[0, :32, 1] = torch.arange(32) / 4  # ties, and a largest value between two powers
+    weight[0, 0, 2] = 6 * 2.0**4  # at which a scale just fits
+    found = coded.encode(weight)
+    for name, tensor in stored.items():
+        assert (found[name].shape, found[name].dtype) == (tensor.shape, tensor.dtype)
+    back = decoded(coded, found)
+    for expert in range(3):
+        for row in range(5):
+            for group in range(2):
+                columns = slice(32 * group, 32 * group + 32)
+                numbers = weight[expert, columns, row].tolist()
+                exponent, values = nearest_mx(numbers)
+                assert int(found["x.weight_scales"][expert, row, group]) == exponent + 127
+                assert back[expert, columns, row].tolist() == values
+    assert torch.equal(decoded(coded, coded.encode(back)), back)
+
+
+def test_stored_mxfp4_is_stored_again_as_what_it_was(tmp_path: Path) -> None:
+    """Through bf16, which has every number of the format."""
+    config, stored, weight = _mxfp4()
+    stored["x.weight_scales"].clamp_(3, 250)  # twice the largest number is one, too
+    coded = stored_format(write(tmp_path, config, stored))["x.weight"]
+    weight = decoded(coded, stored)
+    assert torch.equal(decoded(coded, coded.encode(weight.bfloat16())), weight)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_what_is_no_number_is_none_in_mxfp4(value: float, tmp_path: Path) -> None:
+    config, stored, _ = _mxfp4()
+    coded = stored_format(write(tmp_path, config, stored))["x.weight"]
+    weight = torch.ones(3, 64, 5)
+    weight[1, 40, 2] = value
+    found = coded.encode(weight)
+    assert (found["x.weight_scales"] == 255).nonzero().tolist() == [[1, 2, 1]]
+    with pytest.raises(ValueError, match="which are no numbers"):
+        decoded(coded, found)
+
+
+def test_mxfp4_that_is_no_number_is_refused(tmp_path: Path) -> None:
+    config, stored, _ = _mxfp4()
     stored["x.weight_scales"][1, 0, 0] = 255
     with WeightFiles(write(tmp_path, config, stored)) as files:
         with pytest.raises(ValueError, match=r"x\.weight_scales"):
