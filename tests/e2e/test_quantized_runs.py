@@ -9,10 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoTokenizer
 
-from slime_like.weights.safetensors_reader import WeightFiles
+from scripts.make_tiny_model import make_tiny_model
+from slime_like.weights.quantized import MxExperts
+from slime_like.weights.safetensors_reader import WeightFiles, stored_format
 from tests.dist.test_convert_moe import SIZES, make_models
 from tests.e2e.helpers import Workspace, rows_of
 from tests.e2e.programs import TrainServer
@@ -119,3 +122,46 @@ def test_trained_with_servers_in_fp8(
     assert {str(t.dtype) for t in load_file(tmp_path / "hf/model.safetensors").values()} == {
         "torch.float32"
     }
+
+
+def test_trained_with_servers_in_mxfp4(
+    server: TrainServer, work: Workspace, tmp_path: Path
+) -> None:
+    """gpt-oss as it is published: new weights of the experts arrive as blocks and scales."""
+    folder = tmp_path / "model"
+    tokenizer = AutoTokenizer.from_pretrained(work.model)
+    make_tiny_model(
+        "gpt-oss-20b", folder, intermediate_size=64, vocab_size=len(tokenizer),
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=None,
+    )  # fmt: skip
+    tokenizer.save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        weight = tensors.pop(name)
+        coded = MxExperts(name, tuple(weight.shape), (), f"{name}_blocks", f"{name}_scales")
+        tensors |= coded.encode(weight)
+    save_file(tensors, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    received: list[dict[str, Tensor]] = []
+    with FakeServer(str(folder)) as sglang:
+        sglang.spoil = lambda weights: received.append(dict(weights))
+        server.train(
+            work.flags(
+                tmp_path / "out", hf_checkpoint=folder, rollout_engine="sglang", no_sglang_router="",
+                rollout_external_engine_addrs=sglang.address, update_weight_transport="disk", lr=0.02,
+            ),
+            tmp_path / "log", timeout_s=120,
+        ).ok()  # fmt: skip
+    name = "model.layers.0.mlp.experts.down_proj"
+    coded = stored_format(str(folder))[name]
+
+    def values(stored: dict[str, Tensor]) -> Tensor:
+        return coded.decode(lambda n, first, last: stored[n][first:last], 0, coded.shape[0])
+
+    before, after = (values(weights) for weights in received)
+    assert torch.equal(before, values(tensors)), "what was loaded is sent as it was"
+    assert not torch.equal(before, after)
+    assert {weights[f"{name}_blocks"].dtype for weights in received} == {torch.uint8}
+    assert 0 < rows_of(tmp_path / "out")[1]["rollout/train_rollout_log_prob_diff_mean"] < 0.1
