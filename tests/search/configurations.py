@@ -80,6 +80,7 @@ FIXED: dict[str, tuple[str, ...]] = {
     "Glm46VForConditionalGeneration": ("attention_bias", "head_dim"),
     "Glm4vMoeForConditionalGeneration": ("attention_bias", "use_qk_norm"),
     "KimiK25ForConditionalGeneration": ("q_lora_rank",),
+    "DeepseekV4ForCausalLM": ("q_lora_rank", "n_shared_experts"),
 }
 # key of the norms' epsilon, where it has another name
 EPSILONS = {"nemotron_h": "layer_norm_epsilon", "lfm2": "norm_eps", "lfm2_moe": "norm_eps"}
@@ -121,6 +122,10 @@ def random_configuration(family: ModelFamily, rng: random.Random) -> Configurati
         kinds = ["linear_attention", "full_attention"]
         more = changes["num_hidden_layers"] - 1
         changes["layer_types"] = ["full_attention", *(rng.choice(kinds) for _ in range(more))]
+    if "compress_rates" in tiny:
+        changes |= _compressed(tiny, changes, rng)
+    if "enable_moe_block" in family.keys and rng.random() < 0.5:
+        changes |= _beside_mlp(rng)
     if rope := _rope(family, tiny, changes, rng):
         changes["rope_parameters"] = rope
     dtype = rng.choice(["float32", "bfloat16", "float16"])
@@ -153,6 +158,36 @@ def _attention(tiny: Mapping[str, Any], rng: random.Random) -> dict[str, Any]:
         of_state = rng.choice([1, 2, 3])
         found |= {"n_groups": of_state, "mamba_num_heads": of_state * rng.choice([1, 2, 3])}
     return found
+
+
+def _compressed(
+    tiny: Mapping[str, Any], changes: Mapping[str, Any], rng: random.Random
+) -> dict[str, Any]:
+    """DeepSeek-V4's kinds of layers in any order, and groups of its output projection."""
+    heads = changes["num_attention_heads"]
+    layers = changes["num_hidden_layers"]
+    hashed = rng.randint(0, layers)
+    sparse, heavy = tiny["compress_rates"]
+    return {
+        "num_key_value_heads": 1,
+        "o_groups": rng.choice([n for n in range(1, heads + 1) if heads % n == 0]),
+        "o_lora_rank": rng.choice([1, 6, 9]),
+        # the last norm takes away what weighs a single stream
+        "hc_mult": rng.choice([2, 3, 5]),
+        "compress_rates": {sparse: rng.choice([2, 4]), heavy: rng.choice([3, 8, 40])},
+        "compress_rope_theta": rng.choice([300.0, 160000.0]),
+        "layer_types": [rng.choice(tiny["layer_types"]) for _ in range(layers)],
+        "mlp_layer_types": ["hash_moe"] * hashed + ["moe"] * (layers - hashed),
+    }
+
+
+def _beside_mlp(rng: random.Random) -> dict[str, Any]:
+    """Gemma 4's experts."""
+    experts = rng.choice([3, 5, 7])
+    return {
+        **{"enable_moe_block": True, "num_experts": experts},
+        **{"top_k_experts": rng.randint(2, experts - 1), "moe_intermediate_size": 20},
+    }
 
 
 def _experts(tiny: Mapping[str, Any], rng: random.Random) -> dict[str, Any]:
