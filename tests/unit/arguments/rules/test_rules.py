@@ -345,6 +345,7 @@ TESTED_ELSEWHERE = {
     "check_loss_scale": "test_untested.py",
     "check_memory_parallel": "hf/test_qwen4_exp.py",
     "check_model_base": "test_model_base.py",
+    "check_output_groups": "hf/test_deepseek_v4.py",
     "check_prompt_mix": "test_prompt_mix.py",
     "check_single_answers": "rules/test_pairs.py",
     "check_muon_package": "rules/test_muon.py",
