@@ -3,6 +3,7 @@ ahead (--async-rollout), and from a pool (--fully-async).
 
     python benchmarks/bench_async.py                    # simulated: 64 and 512 engines, in a minute
     python benchmarks/bench_async.py run                # real runs against two servers with delays
+    SGLANG_ENV=.venv-sglang python benchmarks/bench_async.py sglang    # against two of SGLang
 
 The simulation runs the scheduler of the runs, `EpisodePool`, against engines whose slots take a
 fixed time per token. A length is that of a prompt: its samples are equally long within 50%. With
@@ -11,7 +12,9 @@ for `UPDATE_S`; a checkpoint and grading take no time.
 
 `run` trains a tiny model on the CPU from two servers with SGLang's interface
 (`tests/fake_sglang.py`), which answer at once and then wait `TOKEN_S` per token, so that the time
-of the engines does not depend on the machine.
+of the engines does not depend on the machine. `sglang` starts two SGLang servers of the environment
+that `make sglang-env` makes, each of whose steps takes `STEP_S` longer; there lengths are in
+tokens, and a function of the run makes the responses as long as they are to be.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import heapq
+import itertools
 import json
 import random
 import subprocess
@@ -26,7 +30,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,6 +41,7 @@ from slime_like.types import Prompt, Sample
 
 if TYPE_CHECKING:
     from tests.fake_sglang import FakeServer
+    from tests.sglang.conftest import Servers
 
 ROOT = Path(__file__).resolve().parents[1]
 TOKEN_MS = 20.0  # of a slot
@@ -339,8 +344,8 @@ def run_once(folder: Path, mode: str, *, skewed: bool) -> Result:
     )
 
 
-def run() -> list[dict[str, Any]]:
-    """Real runs; returns the rows that it prints."""
+def run(once: Callable[..., Result]) -> list[dict[str, Any]]:
+    """Real runs; returns the rows that it prints. once: `run_once` or the like."""
     found = []
     print("| lengths | mode | samples/s | | engines idle | trainer idle | masked |")
     print("|---|---|---|---|---|---|---|")
@@ -348,7 +353,7 @@ def run() -> list[dict[str, Any]]:
         first: Result | None = None
         for mode in MODES:
             with tempfile.TemporaryDirectory() as folder:
-                result = run_once(Path(folder), mode, skewed=skewed)
+                result = once(Path(folder), mode, skewed=skewed)
             first = first or result
             found.append({"skewed": skewed, "mode": mode, **asdict(result)})
             print(
@@ -360,13 +365,96 @@ def run() -> list[dict[str, Any]]:
     return found
 
 
+STEP_S = 0.04  # in addition, of a step of a real server
+SERVED_STEPS = 8  # rollouts, of which the first 2 warm up
+SERVED_TOKENS = {False: (20, 20), True: (7, 7 * SKEW)}  # skewed -> (most prompts, a tenth of them)
+GENERATE = '''
+import json, time, zlib
+
+async def generate(model, episode):
+    """A response of a length that its prompt decides; the end of a turn does not end it."""
+    short, long = {lengths}
+    wanted = long if zlib.crc32(episode.prompt.encode()) % 10 == 3 else short
+    started = time.monotonic()
+    while len(episode.tokens) < wanted:
+        await model.write(episode, max_new_tokens=wanted - len(episode.tokens))
+    with open({spans!r}, "a") as file:
+        file.write(json.dumps([started, time.monotonic()]) + "\\n")
+'''
+
+
+def busy_share(spans: Sequence[tuple[float, float]], slots: int) -> float:
+    """The share of the slots that requests took, from the first request to the last."""
+    changes = sorted([(start, 1) for start, _ in spans] + [(end, -1) for _, end in spans])
+    busy = in_flight = 0.0
+    for (now, change), (then, _) in itertools.pairwise(changes):
+        in_flight += change
+        busy += min(in_flight, slots) * (then - now)
+    return busy / (slots * (changes[-1][0] - changes[0][0]))
+
+
+def run_served(folder: Path, servers: Servers, demo: Path, mode: str, *, skewed: bool) -> Result:
+    """One run of train.py against real servers."""
+    from tests.sglang.test_real_servers import command_line, rows
+
+    spans = folder / "spans"
+    program = folder / "lengths.py"
+    lengths = SERVED_TOKENS[skewed]
+    program.write_text(GENERATE.format(lengths=lengths, spans=str(spans)))
+    words = (
+        f"--custom-generate-function-path {program}:generate --update-weight-transport disk "
+        f"--sglang-server-concurrency {AT_ONCE} --rollout-batch-size {GROUPS} "
+        f"--n-samples-per-prompt {GROUP_SIZE} --rollout-max-response-len {max(lengths)} "
+        f"--num-steps-per-rollout 1 --micro-batch-size 8 --num-rollout {SERVED_STEPS} "
+        "--tis-ratio-type token --lr 1e-4"
+    ).split()
+    pool = ("--num-parallel-generation-workers", str(GROUPS * 3 // 2))
+    more = (*words, *MODES[mode], *(pool if "--fully-async" in MODES[mode] else ()))
+    command = [sys.executable, "train.py"]
+    command += command_line(demo, servers.flags_without_router, folder / "out", *more)
+    with (folder / "log").open("w") as log:
+        subprocess.run(command, cwd=ROOT, check=True, stdout=log, stderr=log)
+    found = rows(folder / "out")[2:]
+    seconds = sum(row["perf/step_s"] for row in found)
+    times = [tuple(json.loads(line)) for line in spans.read_text().splitlines()]
+    tokens = sum(row["rollout/response_length_mean"] for row in found) * GROUPS * GROUP_SIZE
+    return Result(
+        len(found) * GROUPS * GROUP_SIZE / seconds,
+        1 - busy_share(times, SERVERS * AT_ONCE),
+        sum(row["perf/generate_s"] for row in found) / seconds,
+        sum(row.get("rollout/stale_masked_tokens", 0.0) for row in found) / tokens,
+    )
+
+
+def serve() -> list[dict[str, Any]]:
+    """As `run`, against two SGLang servers."""
+    from tests.e2e.programs import make_demo
+    from tests.sglang.conftest import slowed, two_servers
+
+    with contextlib.ExitStack() as stack:
+        logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        demo = make_demo(logs / "demo")
+        servers = stack.enter_context(two_servers("SGLANG_SERVERS", demo / "model", logs))
+        stack.enter_context(slowed(servers, STEP_S))
+
+        def once(folder: Path, mode: str, *, skewed: bool) -> Result:
+            return run_served(folder, servers, demo, mode, skewed=skewed)
+
+        return run(once)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("what", nargs="?", default="simulate", choices=("simulate", "run"))
+    parser.add_argument(
+        "what", nargs="?", default="simulate", choices=("simulate", "run", "sglang")
+    )
     sys.path.insert(0, str(ROOT))  # for tests/
     parser.add_argument("--json", type=Path, help="write the numbers to this file")
     options = parser.parse_args()
-    rows = run() if options.what == "run" else simulate()
+    if options.what == "simulate":
+        rows = simulate()
+    else:
+        rows = serve() if options.what == "sglang" else run(run_once)
     if options.json is not None:
         options.json.write_text(json.dumps(rows, indent=1))
 

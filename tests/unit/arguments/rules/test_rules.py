@@ -647,6 +647,7 @@ def test_what_is_right_passes(tmp_path: Path, flags: str) -> None:
     "flags",
     [
         f"{STALE} --tis-ratio-type token",
+        f"{STALE} --estr-threshold 0.5",
         f"{STALE} --policy-loss-type dppo_kl",
         f"{STALE} --policy-loss-type cispo --cispo-anchor rollout",
         f"{STALE} --use-rollout-logprobs",
