@@ -123,11 +123,8 @@ class ServedEngine(RolloutEngine):
         """See `RolloutEngine`. A server that fails during the update is evicted, and
         `weight_version` is then -1: call again for the others. Raises RunError if none is left, or
         if names or shapes differ from --hf-checkpoint."""
-        if self._requests is not None:  # set first, so that new requests wait instead of failing
-            self._requests.updating = True
-            self._requests.bypasses_router = False
-            self._requests.sent.append(version)
-        self.weight_version = -1
+        if self.pool is None or self.weight_version < 0:
+            self._begin_update(version)
         done = False
         error: Exception | None = None
         if self._memory is not None:
@@ -137,6 +134,10 @@ class ServedEngine(RolloutEngine):
             ranks.assist()
         else:
             try:
+                assert self._updater is not None
+                self._updater.stage(ranks, version)
+                if self.weight_version >= 0:  # until here, servers have sampled on
+                    self._begin_update(version)
                 done = self._update(ranks, version)
             except (RunError, ValueError, OSError) as caught:
                 error = caught if isinstance(caught, RunError) else RunError(str(caught))
@@ -150,6 +151,13 @@ class ServedEngine(RolloutEngine):
             self.weight_version = version
             self._end_update()
 
+    def _begin_update(self, version: int) -> None:
+        if self._requests is not None:  # set first, so that new requests wait instead of failing
+            self._requests.updating = True
+            self._requests.bypasses_router = False
+            self._requests.sent.append(version)
+        self.weight_version = -1
+
     def _end_update(self) -> None:
         if self._requests is not None:
             self._requests.updating = False
@@ -159,6 +167,7 @@ class ServedEngine(RolloutEngine):
         with self.pool.lock:
             for worker in self.pool.workers:
                 worker.version = None
+        start = time.monotonic()
         self._pause_servers()
         first = not self._metrics
         if first and self._check_updates and not self.takes_adapter:
@@ -185,6 +194,7 @@ class ServedEngine(RolloutEngine):
         self._metrics |= {
             "engine/weight_update_gb": sent.nbytes / 1e9,
             "engine/weight_update_gb_per_s": sent.nbytes / 1e9 / sent.seconds,
+            "engine/weight_update_pause_s": time.monotonic() - start,
         }
         self._metrics["engine/weight_update_s"] = sent.seconds
         return True

@@ -28,7 +28,7 @@ class TransferReport:
     workers: list[Worker]  # servers that have it
     shapes: dict[str, tuple[int, ...]]  # of every weight, by name
     nbytes: int
-    seconds: float  # transfer time
+    seconds: float  # transfer time, with what was staged
 
 
 class WeightUpdater:
@@ -49,10 +49,18 @@ class WeightUpdater:
         self.transport = (transport or transport_of(settings))(self.servers)
         # servers with the latest weights, with their eviction counts at that time
         self._holders: list[tuple[Worker, int]] = []
+        self._staging_s = 0.0  # of the next update
         # held by an update (training thread) or a restore (health-check thread)
         self._one_at_a_time = threading.Lock()
         if self.transport.restores:
             pool.restore = self.restore
+
+    def stage(self, ranks: SendingRanks, version: int) -> None:
+        """Do in advance what needs no pause of the servers; `update` follows."""
+        with self._one_at_a_time:
+            start = time.monotonic()
+            self.transport.stage(ranks, version)
+            self._staging_s = time.monotonic() - start
 
     def update(self, ranks: SendingRanks, version: int) -> TransferReport:
         """Update all servers; returns when every remaining server has the weights. Servers that
@@ -65,7 +73,7 @@ class WeightUpdater:
             self.transport.update(ranks, version, [worker for worker, _ in workers])
             # a server evicted and returned since then has old weights or none
             self._holders = [(w, n) for w, n in workers if w.alive and w.evictions == n]
-            seconds = time.monotonic() - start
+            seconds = self._staging_s + time.monotonic() - start
             holders = [worker for worker, _ in self._holders]
         shapes, nbytes = ranks.report()
         if self.transport.moved_bytes is not None:

@@ -32,6 +32,10 @@ class WeightTransport:
     def __init__(self, servers: Servers) -> None:
         self.servers = servers
 
+    def stage(self, ranks: SendingRanks, version: int) -> None:
+        """What `update` can do in advance, while servers go on sampling with the old weights: a
+        transport through files writes them."""
+
     def update(self, ranks: SendingRanks, version: int, workers: Sequence[Worker]) -> None:
         """As `send`, but other ranks may send too. Transports that only send from rank 0 implement
         `send` instead."""

@@ -51,7 +51,9 @@ class DeltaTransport(WeightTransport):
         self._full = 0  # number of the newest full update
         self._broken = True  # the ranks' state does not match the folder
 
-    def update(self, ranks: SendingRanks, version: int, workers: Sequence[Worker]) -> None:
+    def stage(self, ranks: SendingRanks, version: int) -> None:
+        """See `WeightTransport`. The changes are written, and applied to the copy of this host;
+        until then it serves no server that returns."""
         number = max(updates_in(self._root), default=0) + 1
         full = self._broken or number - self._full >= self.servers.settings.full_interval
         publication = Publication(
@@ -75,6 +77,9 @@ class DeltaTransport(WeightTransport):
         if any(is_here(worker) for worker in self.servers.pool.workers):
             self._local.update_to(number)
         self._latest = update
+
+    def update(self, ranks: SendingRanks, version: int, workers: Sequence[Worker]) -> None:
+        """See `WeightTransport`. The servers load their copies."""
         wait_s = self.servers.settings.timeout_s
         self.servers.on_each(
             workers, lambda worker: self._load(worker, wait_s), "loading weights from disk"

@@ -42,18 +42,25 @@ class DiskTransport(WeightTransport):
         self._root = Path(self._temporary or str(settings.disk_dir))
         self._snapshot: tuple[int, Path] | None = None  # version, folder
 
-    def update(self, ranks: SendingRanks, version: int, workers: Sequence[Worker]) -> None:
+    def stage(self, ranks: SendingRanks, version: int) -> None:
         """See `WeightTransport`. Every rank writes its weights."""
-        folder = self._root / f"version-{version}"
+        folder = self._folder(version)
         save = SaveOrder(str(folder), self.servers.hf_checkpoint)
         if ranks.multiple_senders:
             save.assist(ranks.order(save))
         else:
             write_hf(folder, ranks.gathered(), Path(self.servers.hf_checkpoint))
+
+    def update(self, ranks: SendingRanks, version: int, workers: Sequence[Worker]) -> None:
+        """See `WeightTransport`. The servers load what is written."""
+        folder = self._folder(version)
         before = self._snapshot
         self.load_everywhere(folder, version, workers)
         if before is not None and before[1] != folder and not self._keep_files:
             shutil.rmtree(before[1], ignore_errors=True)
+
+    def _folder(self, version: int) -> Path:
+        return self._root / f"version-{version}"
 
     def load_everywhere(self, folder: Path, version: int, workers: Sequence[Worker]) -> None:
         self.servers.on_each(

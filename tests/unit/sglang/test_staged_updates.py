@@ -1,0 +1,42 @@
+"""Servers sample on while the weights of the next version are written; they pause to load them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from slime_like.engines.base import GenerateOutput, GenerateRequest, SamplingParams
+from tests.fake_sglang import engine_of, fake_servers, make_served_model, weights_of
+
+SAMPLING = SamplingParams(max_new_tokens=8)
+REQUESTS = [GenerateRequest(10 + i, (3 + i, 5, 7), seed=100 + i) for i in range(3)]
+
+
+@pytest.mark.parametrize("delta", [None, {"full_interval": 8}])
+def test_servers_sample_while_the_next_weights_are_written(
+    delta: Mapping[str, Any] | None, tmp_path: Path
+) -> None:
+    model = make_served_model(tmp_path / "model", seed=0)
+    during: list[GenerateOutput] = []
+    with fake_servers(model, 1) as (server,), engine_of(model, [server], delta=delta) as engine:
+        pauses = server.count("/pause_generation")
+
+        def weights() -> Iterator[tuple[str, Tensor]]:
+            for number, (name, tensor) in enumerate(weights_of(model)):
+                if number == 3:
+                    during.extend(engine.generate(REQUESTS, SAMPLING))
+                    assert server.count("/pause_generation") == pauses
+                yield name, tensor * 1.5
+
+        engine.update_weights(weights(), 2)
+        assert len(during) == 3 and not any(output.failure for output in during)
+        assert {v for output in during for v in output.weight_versions} == {1}
+        assert server.count("/pause_generation") == pauses + 1
+        after = engine.generate(REQUESTS, SAMPLING)
+        assert {v for output in after for v in output.weight_versions} == {2}
+        metrics = engine.take_metrics()
+        assert metrics["engine/weight_update_pause_s"] > 0
