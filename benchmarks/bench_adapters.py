@@ -57,6 +57,7 @@ VOCAB = 8192  # of bench_delta.py's model
 SEQUENCES = 8
 LENGTH = 64
 MODULES = ("down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj")
+TRANSPORTS = ("tensor", "disk")
 START_S = 900.0  # a loaded machine with two cores
 
 
@@ -119,22 +120,31 @@ def rounding(model: Path, words: argparse.Namespace, lr: float) -> dict[str, flo
 
 
 @contextmanager
-def served(
-    model: Path, words: argparse.Namespace, transport: str, *, adapter: bool
-) -> Iterator[SglangEngine]:
+def server(model: Path, words: argparse.Namespace, *, adapter: bool) -> Iterator[str]:
+    """Its address."""
     (port,) = free_ports(1)
     needs = AdapterNeeds(words.rank, MODULES) if adapter else None
     program = SglangProgram(words.sglang_python, str(model), "bfloat16", False, adapter=needs)
     slot = Slot(LOOPBACK, port, gpus=1, first_gpu=0)
     log = model.parent / f"server-{port}.log"
     process = ServerProcess(Launch(program.command(slot), log, program.environment(slot)))
-    url = f"http://{LOOPBACK}:{port}"
+    try:
+        yield f"http://{LOOPBACK}:{port}"
+    finally:
+        process.end()
+
+
+@contextmanager
+def engine_of(
+    model: Path, words: argparse.Namespace, url: str, transport: str, *, adapter: bool
+) -> Iterator[SglangEngine]:
     pool = ServerPool([url], [], None, HealthSettings(start_s=START_S), 5.0, api=SglangApi())
     try:
         pool.start()
         sent = AdapterSettings(words.rank, 32.0) if adapter else None
-        settings = UpdateSettings(transport, adapter=sent)
-        updater = WeightUpdater(pool, settings, str(model), torch.device("cpu"))
+        updater = WeightUpdater(
+            pool, UpdateSettings(transport, adapter=sent), str(model), torch.device("cpu")
+        )
         engine = SglangEngine(
             pool,
             updater,
@@ -147,31 +157,28 @@ def served(
         engine.close()
     finally:
         pool.close()
-        process.end()
 
 
-def timed(model: Path, words: argparse.Namespace, way: str, transport: str) -> dict[str, object]:
-    """Median seconds of an update after the first one, in which connections are made."""
+def timed(model: Path, words: argparse.Namespace, way: str) -> Iterator[dict[str, object]]:
+    """Median seconds of an update after the first one, in which connections are made, for each
+    transport."""
     adapter = way == "adapter"
-    seconds = []
     with (
-        served(model, words, transport, adapter=adapter) as engine,
         lora_backend(model, words.rank, 1e-5) as backend,
+        server(model, words, adapter=adapter) as url,
     ):
-        for version in range(1, words.updates + 2):
-            train(backend, version)
-            start = time.perf_counter()
-            backend.sync_weights(engine, version)
-            seconds.append(time.perf_counter() - start)
-        metrics = engine.take_metrics()
-    row = {
-        "way": way,
-        "transport": transport,
-        "mib": metrics["engine/weight_update_gb"] * 1e9 / 2**20,
-        "seconds": statistics.median(seconds[1:]),
-    }
-    print(f"{way}, {transport}: {row['mib']:.2f} MiB, {row['seconds']:.3f} s")
-    return row
+        for transport in TRANSPORTS:
+            seconds = []
+            with engine_of(model, words, url, transport, adapter=adapter) as engine:
+                for version in range(1, words.updates + 2):
+                    train(backend, version)
+                    start = time.perf_counter()
+                    backend.sync_weights(engine, version)
+                    seconds.append(time.perf_counter() - start)
+                mib = engine.take_metrics()["engine/weight_update_gb"] * 1e9 / 2**20
+            median = statistics.median(seconds[1:])
+            print(f"{way}, {transport}: {mib:.2f} MiB, {median:.3f} s")
+            yield {"way": way, "transport": transport, "mib": mib, "seconds": median}
 
 
 def sizes(model: Path, words: argparse.Namespace) -> dict[str, float]:
@@ -205,7 +212,7 @@ def main() -> int:
         rows += [dict(rounding(model, words, lr)) for lr in words.lr]
         if words.sglang_python is not None:
             for way in ("merged", "adapter"):
-                rows += [timed(model, words, way, name) for name in ("tensor", "disk")]
+                rows += timed(model, words, way)
     write_json(words.json, rows)
     return 0
 
