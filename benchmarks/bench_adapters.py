@@ -37,6 +37,7 @@ import torch  # noqa: E402
 from arguments.parse import parse_args  # noqa: E402
 from benchmarks.bench_common import write_json  # noqa: E402
 from benchmarks.bench_delta import make_model  # noqa: E402
+from slime_like.cli.tiny_model import make_tokenizer  # noqa: E402
 from slime_like.engines.sglang.engine import SglangEngine  # noqa: E402
 from slime_like.engines.sglang.factory import AdapterNeeds, SglangProgram  # noqa: E402
 from slime_like.megatron.backend import MegatronBackend  # noqa: E402
@@ -208,6 +209,7 @@ def main() -> int:
         model = Path(folder) / "model"
         network = make_model(words.hidden, words.layers).to(torch.bfloat16)
         network.save_pretrained(model)  # type: ignore[operator]
+        make_tokenizer().save_pretrained(model)  # servers start with a request of text
         rows.append(dict(sizes(model, words)))
         rows += [dict(rounding(model, words, lr)) for lr in words.lr]
         if words.sglang_python is not None:

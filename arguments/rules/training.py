@@ -272,6 +272,9 @@ def _unserved_adapters(s: Settings, model: HfModel) -> list[str]:
     on_servers = engine_traits(s.rollout.rollout_engine).has_servers
     problems = []
     mlp = modules.intersection((*MLP, *MIXTRAL_MLP))
+    if model.transformer.get("num_moe_experts") and s.rollout.rollout_engine == "vllm":
+        # without a GPU its layer of experts fails as soon as adapters are enabled
+        return ["with vLLM serves no mixtures of experts; use sglang, local, or --lora-sync merged"]
     if model.transformer.get("num_moe_experts") and mlp:
         problems.append(
             f"engines apply no adapters to experts ({', '.join(sorted(mlp))}): use "

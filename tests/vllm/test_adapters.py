@@ -17,33 +17,32 @@ RANK = 4
 EXACT = 1e-5  # largest difference of a log-prob
 
 
-@pytest.fixture(scope="module", params=["dense", "experts"])
+@pytest.fixture(scope="module")
 def found(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Path, list[str], str]]:
-    """The demo's folder, its server and the adapted modules."""
-    dense = request.param == "dense"
-    folder = request.getfixturevalue("wide_demo" if dense else "expert_demo")
-    variable = "VLLM_ADAPTER_SERVER" if dense else "VLLM_EXPERT_ADAPTER_SERVER"
-    logs = tmp_path_factory.mktemp(request.param)
-    with servers_of(variable, folder / "model", logs, 1, lora_rank=RANK) as addresses:
-        yield folder, addresses, "all-linear" if dense else "attn"
+    wide_demo: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Path, list[str]]]:
+    """The demo's folder and its server."""
+    logs = tmp_path_factory.mktemp("adapters")
+    with servers_of(
+        "VLLM_ADAPTER_SERVER", wide_demo / "model", logs, 1, lora_rank=RANK
+    ) as addresses:
+        yield wide_demo, addresses
 
 
 def test_trainer_and_server_agree_after_every_update(
-    found: tuple[Path, list[str], str], programs: TrainServer, tmp_path: Path
+    found: tuple[Path, list[str]], programs: TrainServer, tmp_path: Path
 ) -> None:
     """With the trainer over two tensor-parallel ranks."""
-    folder, addresses, modules = found
+    folder, addresses = found
     line = command_line(
-        folder, external(addresses), tmp_path / "out", "--lora-rank", str(RANK), "--lora-sync", "adapter", "--lora-target-modules", modules,
-        "--update-weight-transport", "disk", "--tensor-model-parallel-size", "2", "--check-weight-update-equal",
+        folder, external(addresses), tmp_path / "out", "--lora-rank", str(RANK), "--lora-sync", "adapter",
+        "--update-weight-transport", "disk", "--tensor-model-parallel-size", "2", "--sequence-parallel", "--check-weight-update-equal",
     )  # fmt: skip
     programs.train(line, tmp_path / "run", ranks=2, timeout_s=400).ok()
     rollouts = rows(tmp_path / "out")
     assert [row["rollout/weight_version_min"] for row in rollouts] == [1, 2, 3]
     for row in rollouts:
-        print(modules, row["rollout/train_rollout_log_prob_diff_max"])
+        print(row["rollout/train_rollout_log_prob_diff_max"])
         assert row["rollout/failed_frac"] == 0 and row["engine/evictions"] == 0
         assert row["rollout/train_rollout_log_prob_diff_max"] < EXACT
         assert row["engine/weight_check_log_prob_diff"] < EXACT

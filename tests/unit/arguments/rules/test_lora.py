@@ -137,6 +137,8 @@ NOT_SENT: list[tuple[str, dict[str, object], str]] = [
     (f"{ATTENTION} --rollout-engine vllm --lora-rank 600 --update-weight-transport disk", {},
      "vLLM serves adapters of a rank of at most 512"),
     (SENT, {"intermediate_size": 48}, "without a GPU SGLang pads an MLP of 48 units"),
+    (f"{ATTENTION} --rollout-engine vllm --update-weight-transport disk", EXPERTS,
+     "with vLLM serves no mixtures of experts; use sglang, local, or --lora-sync merged"),
     (SENT, EXPERTS, "engines apply no adapters to experts (down_proj, gate_proj, up_proj): use "
      "--lora-target-modules attn"),
 ]  # fmt: skip
