@@ -41,6 +41,7 @@ FOREIGN = {
     " --batch --rdzv-conf --no-kill --nodelist --noheader --Node --format",
     "sglang.launch_server": "--model-path --host --port --tp-size --device --dtype --attention-backend --enable-return-routed-experts --enable-deterministic-inference --sampling-mask-max-tokens --enable-lora --lora-strict-loading --max-lora-rank",
     "tensorboard": "--logdir",
+    "lm_eval": "--model_args --tasks --include_path --batch_size --model --device",
     "examples/tinker": "--model --base-url --demo --learning-rate --log-path --max-steps-off-policy --start-from --stop-after",
     "of a user's module": "--my-weight --spo-eps",
     "passed on to SGLang": "--sglang-mem-fraction-static --sglang-enable-deterministic-inference --sglang-rl-on-policy-target"
