@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 from transformers import (
     AutoModelForSequenceClassification,
-    Qwen2Config,
-    Qwen2ForSequenceClassification,
+    Qwen3Config,
+    Qwen3ForSequenceClassification,
 )
 
 from slime_like.cli.tiny_model import make_tokenizer
@@ -26,12 +26,12 @@ def save_reward_model(folder: Path, labels: int = 1) -> Path:
     """A folder as --save-hf of rm_loss writes it; scores differ by tenths."""
     tokenizer = make_tokenizer()
     torch.manual_seed(3)
-    config = Qwen2Config(
+    config = Qwen3Config(
         vocab_size=len(tokenizer), hidden_size=64, intermediate_size=96, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256, num_labels=labels,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, max_position_embeddings=256, num_labels=labels,
         pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id, initializer_range=0.2,
     )  # fmt: skip
-    Qwen2ForSequenceClassification(config).save_pretrained(folder)
+    Qwen3ForSequenceClassification(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
