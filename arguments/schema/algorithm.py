@@ -411,7 +411,6 @@ class GuardConfig(CheckedSettings):
         "--enable-deterministic-inference, which needs a GPU.",
         excludes=(
             "loss_type=sft_loss",
-            "@pairs",
             "rollout_engine=vllm",
             "debug_rollout_only",
             "debug_train_only",

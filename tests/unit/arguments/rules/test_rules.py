@@ -347,6 +347,7 @@ TESTED_ELSEWHERE = {
     "check_model_base": "test_model_base.py",
     "check_output_groups": "hf/test_deepseek_v4.py",
     "check_prompt_mix": "test_prompt_mix.py",
+    "check_servers": "rules/test_on_policy.py",
     "check_single_answers": "rules/test_pairs.py",
     "check_muon_package": "rules/test_muon.py",
     "check_muon_split_qkv": "rules/test_muon.py",
@@ -430,6 +431,9 @@ def made_true(name: str, sign: str, wanted: str) -> list[str]:
     flag = flag_table().by_dest[name]
     if flag.kind == "switch":
         return [flag.on[0]]
+    beyond = {"<": 0.5, ">": 2}
+    if sign in beyond:
+        return [flag.on[0], str(type(flag.default or 1)(beyond[sign]))]
     return [flag.on[0], wanted if sign else str(value_for(flag))]
 
 
