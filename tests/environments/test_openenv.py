@@ -12,6 +12,7 @@ import pytest
 
 from slime_like.agents.environment import player
 from slime_like.environments.base import environment_maker
+from slime_like.environments.openenv import OpenEnv
 from slime_like.types import SampleStatus
 from tests.e2e.programs import free_port
 from tests.environments.conftest import python_of, running
@@ -33,6 +34,7 @@ def test_an_environment_of_the_package(tmp_path: Path) -> None:
     with running(command, f"{url}/health", tmp_path / "parrot", tmp_path / "log"):
         make = environment_maker(f"openenv:{url}")
         first = make()
+        assert isinstance(first, OpenEnv)
         assert first.reset(seed=1, row=ROW) == (
             'Say it.\n\n{"echoed_message": "Parrot environment ready!", "message_length": 0}'
         )
@@ -43,6 +45,7 @@ def test_an_environment_of_the_package(tmp_path: Path) -> None:
         with pytest.raises(RuntimeError, match=r"CAPACITY_REACHED"):
             full.reset(seed=1, row=ROW)
         second = environment_maker(f"openenv:{url}?observation=echoed_message")()
+        assert isinstance(second, OpenEnv)
         closing = threading.Thread(target=lambda: (time.sleep(1), first.close()))
         closing.start()
         assert second.reset(seed=1, row=ROW) == "Say it.\n\nParrot environment ready!"
