@@ -373,3 +373,8 @@ def slow_tokens(rank: int, seconds: str) -> None:
         return forward(self, *args)
 
     Decoder._forward = slow  # type: ignore[method-assign]
+
+
+def set_variable(rank: int, name: str, value: str) -> None:
+    """An environment variable of the run."""
+    os.environ[name] = value
