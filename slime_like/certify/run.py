@@ -205,9 +205,9 @@ class Certifier:
             engine = LayeredModel(self._engine.model)
             own = engine.run(self._sequences, states)
             found["engine"] = reference.examine("engine", own, engine.weights())
-        for url, own in traces:
+        for url, traced in traces:
             # a server computes all layers in a row: each is compared on what it got itself
-            given = exact.without_scaled_embedding(self._sequences, own)
+            given = exact.without_scaled_embedding(self._sequences, traced)
             of_server = Reference(exact, rounded, self._sequences, given)
             found[url] = of_server.examine(url, given, {})
         log_probs = {}

@@ -36,7 +36,7 @@ def examine(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str, 
                 rounded = file_model(folder, torch.float32, False)
                 reference = Reference(exact, rounded, certifier._sequences, states)
                 result = reference.examine("trainer", states, as_slots(rounded, weights))
-                certificate, _ = certifier._examine(states, weights, [], folder)
+                certificate, _ = certifier._examine(states, weights, [], [], folder)
                 found[f"{folder} {flags}"] = {
                     "findings": [asdict(finding) for finding in result.findings],
                     "findings_of_engine": [f.text for f in certificate["engine"].findings],

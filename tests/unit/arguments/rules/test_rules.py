@@ -433,7 +433,8 @@ def made_true(name: str, sign: str, wanted: str) -> list[str]:
         return [flag.on[0]]
     beyond = {"<": 0.5, ">": 2}
     if sign in beyond:
-        return [flag.on[0], str(type(flag.default or 1)(beyond[sign]))]
+        number = beyond[sign]
+        return [flag.on[0], str(int(number) if flag.item is int else number)]
     return [flag.on[0], wanted if sign else str(value_for(flag))]
 
 
