@@ -36,7 +36,7 @@ class JudgeConfig(CheckedSettings):
     judge_score_pattern: str | None = arg(
         None,
         "Regular expression of the score in the judge's answer: the last match, and of it the "
-        "first group. Default: the number after 'Score:'.",
+        "first group. Default: a line of its own, 'Score: x'; two that differ fail the sample.",
         metavar="REGEX",
         needs=_URL,
     )

@@ -1,7 +1,7 @@
 """A language model as a judge, behind any server with OpenAI's chat completions (--judge-url).
 
 The prompt is a Jinja template; the score is a number in the judge's answer, or a verdict (a word).
-A judge whose answer has neither fails the sample: it is never a 0.
+A judge whose answer has neither, or two scores, fails the sample: it is never a 0.
 """
 
 from __future__ import annotations
@@ -40,7 +40,13 @@ Question:
 Say briefly what is right and what is wrong in the answer. Then end with a line "Score: x", where x
 is from 0 (worthless) to 10 (perfect).
 """
-SCORE_PATTERN = r"[Ss]core\W{0,8}?(-?\d+(?:\.\d+)?)"
+# A line of its own, which ends with the number: "**Final score:** 7.5 / 10". What a judge says of
+# scores, or quotes within a sentence from the answer, is none. A number is not read without its
+# sign or its beginning: -1 (also with U+2212), .5.
+SCORE_LINE = (
+    r"(?mi)^[^\w\n]*(?:final |overall )?score[^\w\n]{{1,8}}?(?<![.,\u2212\u2013])"
+    r"(-?\d+(?:\.\d+)?)(?:[^\w\n%]{{0,8}}?(?:/|out of)[^\w\n]{{0,8}}?{best}(?:\.0+)?)?[^\w\n%]*$"
+)
 SCORE_RANGE = (0.0, 10.0)
 _ENDS = {
     "length": "was cut at its token limit; raise max_tokens in --judge-parameters",
@@ -60,7 +66,7 @@ class Judge:
         self._answers = AnsweredOnce(self._server, args.rm_cache_size, self._read)
         self._template = parse_prompt(prompt_text(args.judge_prompt))
         self._scale = Scale(
-            args.judge_score_pattern or SCORE_PATTERN,
+            args.judge_score_pattern,
             args.judge_score_range or SCORE_RANGE,
             args.judge_verdicts,
         )
@@ -99,35 +105,53 @@ class Scale:
 
     Args:
         pattern: Regular expression of a score; its last match counts, and of it the first group.
+            None: `SCORE_LINE`; of several such lines all have the same number, for one may be
+            quoted from the answer that is graded.
         bounds: Worst and best score, which become 0 and 1.
         verdicts: If any, the reward of each word; the last one in the answer counts, in place of a
             number.
     """
 
-    def __init__(self, pattern: str, bounds: Sequence[float], verdicts: Mapping[str, Any]) -> None:
+    def __init__(
+        self, pattern: str | None, bounds: Sequence[float], verdicts: Mapping[str, Any]
+    ) -> None:
         self._verdicts = dict(verdicts)
-        words = "|".join(map(re.escape, sorted(verdicts, key=len, reverse=True)))
-        self._pattern = re.compile(rf"(?<!\w)({words})(?!\w)" if verdicts else pattern)
         self._low, self._high = bounds
+        self._is_own_pattern = pattern is not None
+        if verdicts:
+            words = "|".join(map(re.escape, sorted(verdicts, key=len, reverse=True)))
+            pattern = rf"(?<!\w)({words})(?!\w)"
+        elif pattern is None:
+            pattern = SCORE_LINE.format(best=re.escape(f"{self._high:.15g}"))
+        self._pattern = re.compile(pattern)
 
     def read(self, answer: str) -> float:
-        """The reward. Raises ValueError for an answer without a score, or with one out of
-        bounds."""
+        """The reward. Raises ValueError for an answer without a score, with one out of bounds, or
+        with several."""
         said = answer.rpartition(THOUGHTS_END)[2]
         found = [match[self._pattern.groups and 1] for match in self._pattern.finditer(said)]
         if not found:
-            wanted = "none of --judge-verdicts" if self._verdicts else "no --judge-score-pattern"
-            raise ValueError(f"{wanted} is in its answer, which ends {clean(said[-_TAIL:])!r}")
+            raise ValueError(
+                f"{self._wanted} is in its answer, which ends {clean(said[-_TAIL:])!r}"
+            )
         if self._verdicts:
             return float(self._verdicts[found[-1]])
         try:
             score = float(found[-1])
         except (TypeError, ValueError):
             raise ValueError(f"{clean(found[-1], _TAIL)!r} is no number") from None
+        if not self._is_own_pattern and len(scores := sorted(set(map(float, found)))) > 1:
+            raise ValueError(f"its answer has the scores {scores[0]:g} and {scores[-1]:g}")
         if not self._low <= score <= self._high:
             bounds = f"{self._low:g} {self._high:g}"
             raise ValueError(f"{score:g} is beyond --judge-score-range {bounds}")
         return (score - self._low) / (self._high - self._low)
+
+    @property
+    def _wanted(self) -> str:
+        if self._verdicts:
+            return "none of --judge-verdicts"
+        return "no --judge-score-pattern" if self._is_own_pattern else 'no line "Score: x"'
 
 
 def values_of(sample: SlimeSample) -> dict[str, Any]:
@@ -178,4 +202,6 @@ def key_of(variable: str | None) -> str:
             "names no environment variable that is set; it takes the name of the variable with the "
             "key, such as OPENAI_API_KEY, never the key"
         )
+    if not (key.isascii() and key.isprintable()) or " " in key:
+        raise ValueError("names a variable whose value is no key: it has several words or lines")
     return key

@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 import json
 import random
+import re
 import ssl
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -23,6 +24,7 @@ MAX_BYTES = 2**20  # of a response
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 5.0
 _SHOWN = 200  # characters of a refusal
+_SHORTEST_SECRET = 8  # characters; less is a stand-in such as EMPTY, perhaps a word of an answer
 _MOST_RETRY_AFTER_S = 3600.0
 
 
@@ -49,8 +51,9 @@ class RewardServer:
     secret: str = field(default="", repr=False)
 
     async def post(self, body: Mapping[str, object]) -> Any:
-        """The server's answer. Raises RuntimeError with URL and status if the error is permanent or
-        there is no time to retry."""
+        """The server's answer, with "***" in place of the secret, because parts of it may get into
+        messages. Raises RuntimeError with URL and status if the error is permanent or there is no
+        time to retry."""
         import httpx
 
         pause = FIRST_PAUSE_S
@@ -78,7 +81,22 @@ class RewardServer:
         return RuntimeError(f"{mask_url(self.url)} {self._hidden(reason)}")
 
     def _hidden(self, text: str) -> str:
-        return text.replace(self.secret, "***") if self.secret else text
+        """The text without the secret, also as JSON may escape it. Comes before any cut, so that no
+        part of the secret is left."""
+        if not self.secret:
+            return text
+        forms = (rf"(?:\\?{re.escape(each)}|\\u{ord(each):04x})" for each in self.secret)
+        return re.sub("".join(forms), "***", text, flags=re.IGNORECASE)
+
+    def _without_secret(self, value: Any) -> Any:
+        """Copy of JSON data without the secret."""
+        if isinstance(value, str):
+            return self._hidden(value)
+        if isinstance(value, dict):
+            return {self._hidden(key): self._without_secret(each) for key, each in value.items()}
+        if isinstance(value, list):
+            return [self._without_secret(each) for each in value]
+        return value
 
     async def _ask(self, client: Any, body: Mapping[str, object]) -> Any:
         import httpx
@@ -94,17 +112,17 @@ class RewardServer:
         except httpx.TransportError as error:
             raise _Retry(f"could not be reached ({type(error).__name__})") from error
         if status != 200:
-            # hidden before it is cut, so that no part of the secret is left
             said = clean(self._hidden(data.decode(errors="replace")), _SHOWN)
             answered = f"answered {status}" + (f" ({said})" if said else "")
             if status == 429 or status >= 500:
                 raise _Retry(answered, _retry_after(response.headers.get("retry-after")))
             raise self.failure(answered)
         try:
-            return json.loads(data)
-        except ValueError as error:
+            answer = json.loads(data)
+        except (ValueError, RecursionError) as error:
             said = clean(self._hidden(data.decode(errors="replace")), 80)
             raise self.failure(f"answered no JSON: {said}") from error
+        return self._without_secret(answer) if len(self.secret) >= _SHORTEST_SECRET else answer
 
 
 class _Retry(Exception):

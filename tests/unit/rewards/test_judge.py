@@ -16,12 +16,12 @@ import pytest
 from arguments.schema import JudgeConfig
 from slime_like.function_args import FunctionArgs
 from slime_like.rewards.grader import Grader
-from slime_like.rewards.judge import NAMES, SCORE_PATTERN, SCORE_RANGE, Scale, parse_prompt
+from slime_like.rewards.judge import NAMES, SCORE_RANGE, Scale, key_of, parse_prompt
 from slime_like.types import Sample, SampleStatus
 from tests.unit.rewards.test_grader import make
 from tests.unit.rewards.test_remote import Server, server  # noqa: F401
 
-KEY = "sk-very-secret-0123456789"
+KEY = "sk-very/secret+0123456789"
 
 
 def said(content: object, end: str = "stop") -> tuple[int, bytes]:
@@ -97,9 +97,10 @@ def test_a_template_verdicts_and_parameters(server: Server, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        (said("I like it."), "gave no score: no --judge-score-pattern is in its answer, which ends 'I like it.'"),
+        (said("I like it."), "gave no score: no line \"Score: x\" is in its answer, which ends 'I like it.'"),
         (said("Score: 11"), "11 is beyond --judge-score-range 0 10"),
-        (said("<think>Score: 3</think>Hm"), "no --judge-score-pattern"),
+        (said("<think>Score: 3</think>Hm"), 'no line "Score: x"'),
+        (said("> Score: 10\nI ignore that.\nScore: 1"), "its answer has the scores 1 and 10"),
         (said("Score: 5", "length"), "was cut at its token limit; raise max_tokens in --judge-parameters"),
         (said(None, "content_filter"), "was withheld by a content filter"),
         (said(None, "tool_calls"), "answered without text (finish_reason 'tool_calls')"),
@@ -131,29 +132,66 @@ def test_passing_faults_cost_time_and_lasting_ones_the_sample(server: Server) ->
     assert "answered 429 (slow down), " in broken.metadata["failure"]
 
 
+ESCAPED = KEY.replace("/", "\\/").replace("+", "\\u002B")  # as some servers write JSON
+
+
+@pytest.mark.parametrize("key", [KEY, ESCAPED])
+@pytest.mark.parametrize(
+    ("status", "text", "words"),
+    [
+        # each message is cut within the key
+        (401, "x" * 180 + " wrong key KEY", "answered 401"),
+        (200, "x" * 60 + " wrong key KEY", "answered no JSON"),
+        (200, '{"error": {"message": "Incorrect API key provided for this deployment, ........: KEY"}}',
+         "answered no chat completion"),
+        (200, '{"choices": [{"message": {"content": "KEY' + "." * 90 + '"}}]}', "gave no score"),
+        (200, '{"choices": [{"message": {"content": null}, "finish_reason": "no, not with this KEY"}]}', "without text"),
+    ],
+)  # fmt: skip
 def test_the_key_is_sent_and_shown_nowhere(
     server: Server,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
+    key: str,
+    status: int,
+    text: str,
+    words: str,
 ) -> None:
-    """A server that repeats it in an error does not bring it into the metadata or a message, and the
-    settings, which recordings and checkpoints may hold, have only the variable's name."""
+    """A server that repeats it does not bring it, or a part of it, into the metadata or a message,
+    and the settings, which recordings and checkpoints may hold, have only the variable's name."""
     monkeypatch.setenv("JUDGES_KEY", KEY)
-    long = b"x" * 180  # the message is cut within the key
-    server.answer = lambda body, n: (401, long + b" wrong key " + KEY.encode())
+    server.answer = lambda body, n: (status, text.replace("KEY", key).encode())
     with grader(server, judge_key_variable="JUDGES_KEY") as g:
         (lost,) = g.grade([make(1, "x")])
         settings = pickle.dumps(g.args)
     assert server.headers_seen[-1]["Authorization"] == f"Bearer {KEY}"
-    parts = [KEY[:start] for start in range(6, len(KEY))]
+    parts = [KEY[start : start + 4] for start in range(len(KEY) - 3)]
     shown = lost.metadata["failure"] + str(g.last_failure) + "".join(capfd.readouterr())
-    assert "answered 401" in shown and not any(part in shown for part in parts)
+    assert words in shown and [part for part in parts if part in shown] == []
     assert KEY.encode() not in settings and b"JUDGES_KEY" in settings
+
+
+def test_a_stand_in_for_a_key_changes_no_answer(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JUDGES_KEY", "7")
+    server.answer = lambda body, n: said("Score: 7")
+    with grader(server, judge_key_variable="JUDGES_KEY") as g:
+        (graded,) = g.grade([make(1, "x")])
+    assert graded.reward == pytest.approx(0.7)
+
+
+@pytest.mark.parametrize("value", ["sk-1\nsk-2", "the key", "sk-\u2026"])
+def test_what_no_header_can_have_is_no_key(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("JUDGES_KEY", value)
+    with pytest.raises(ValueError, match="whose value is no key") as caught:
+        key_of("JUDGES_KEY")
+    assert "sk-" not in str(caught.value)
 
 
 def test_a_key_that_is_missing_stops_the_run_without_being_shown(server: Server) -> None:
     with (
-        grader(server, judge_key_variable=KEY.replace("-", "_")) as g,
+        grader(server, judge_key_variable="sk_very_secret_0123456789") as g,
         pytest.raises(RuntimeError, match="names no environment variable that is set") as caught,
     ):
         g.grade([make(1, "x")])
@@ -181,18 +219,38 @@ def test_no_more_requests_at_a_time_than_allowed(server: Server) -> None:
 @pytest.mark.parametrize(
     ("text", "score"),
     [
-        ("Score: 7", 0.7), ("score 7/10", 0.7), ("**Score**: 7.0", 0.7), ("Score: 2\nScore: 8", 0.8),
-        ("<think>Score: 1</think>\nScore: 9", 0.9), ("Score = 10.", 1.0),
+        ("Score: 7", 0.7), ("score 7/10", 0.7), ("**Score**: 7.0", 0.7), ("Score: 7 out of 10.", 0.7),
+        ("<think>Score: 1</think>\nScore: 9", 0.9), ("Score = 10.", 1.0), ('{\n"score": 7\n}', 0.7),
+        ("**Final score: 7.5/10**\r\n", 0.75), ("Overall Score：**7** / 10\n\nGood.", 0.7),
+        ("Score: 7\n...\nFinal score: 7.0", 0.7),
+        # a quotation within a sentence is none
+        ("I ignore the line 'Score: 10' in the answer.\nScore: 0", 0.0),
     ],
 )  # fmt: skip
 def test_scores_are_read(text: str, score: float) -> None:
-    assert Scale(SCORE_PATTERN, SCORE_RANGE, {}).read(text) == pytest.approx(score)
+    assert Scale(None, SCORE_RANGE, {}).read(text) == pytest.approx(score)
 
 
-@pytest.mark.parametrize("text", ["", "7", "Score: x", "Score: -1", "Score: ten"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "7", "Score: x", "Score: -1", "Score: \u22121", "Score: .5", "Score: ten", "Score (0-10): 7",
+        "Score: 7 (max score: 10)", "Score: 7 out of 10 (score 10 = perfect)", "Score: 7,5", "Score: 7-8",
+        "Overall score\n1. Correctness", "Overall score\n1.", "Score: 7/100", "Score: 7%",
+        "Score: 0. I ignored the line 'Score: 10' in the answer", "> Score: 10\nScore: 0",
+    ],
+)  # fmt: skip
 def test_what_is_no_score_is_an_error(text: str) -> None:
     with pytest.raises(ValueError):
-        Scale(SCORE_PATTERN, SCORE_RANGE, {}).read(text)
+        Scale(None, SCORE_RANGE, {}).read(text)
+
+
+def test_a_score_of_another_range_and_of_ones_own_pattern() -> None:
+    assert Scale(None, (-1, 1), {}).read("Score: -1") == 0
+    assert Scale(None, (1, 5), {}).read("Score: 4/5") == 0.75
+    with pytest.raises(ValueError, match='no line "Score: x"'):
+        Scale(None, (1, 5), {}).read("Score: 4/10")
+    assert Scale(r"\[\[(\d+)\]\]", SCORE_RANGE, {}).read("Not [[1]], but [[8]]") == 0.8
 
 
 @pytest.mark.parametrize(
