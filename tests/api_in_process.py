@@ -17,6 +17,7 @@ from slime_like.tinker.access import KeyRing
 from slime_like.tinker.app import make_app
 from slime_like.tinker.base_model import BaseModel
 from slime_like.tinker.data import DataLimits
+from slime_like.tinker.errors import Refused
 from slime_like.tinker.middleware import Gate
 from slime_like.tinker.model_registry import ModelRegistry
 from slime_like.tinker.operations import ServerOperations
@@ -36,6 +37,8 @@ async def workers(id: str, command: dict[str, Any]) -> Any:
             "metrics": {},
         }
     if command["op"] == "optim_step":
+        if command["missing"]:
+            raise Refused(f"optim_step rejected: {command['missing']}")
         return {"stepped": True, "grad_norm": 1.0}
     if command["op"] in ("save", "export"):
         Path(command["folder"]).mkdir(parents=True)

@@ -38,7 +38,6 @@ class HostedModel:
     offloaded: OffloadedNetwork | None = None
     used: int = 0  # logical time of last use
     passes: int = 0  # forward passes so far, a seed for losses that draw random numbers
-    incomplete: str = ""  # why gradients for the next step are missing
 
 
 @dataclass(slots=True)

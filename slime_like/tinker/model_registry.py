@@ -48,6 +48,7 @@ class RegisteredModel:
     reason: str = ""
     corrupted: bool = False  # it ended by a failure, not by its client
     next_seq: int = 1  # sequence number of the next request
+    incomplete: str = ""  # why gradients for the next optim_step are missing
     user_metadata: dict[str, object] | None = None
 
 

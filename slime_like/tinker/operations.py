@@ -104,6 +104,25 @@ class ServerOperations:
             self.end_model(model, f"model {model.id} was not created")
         self.registry.keep(model)
 
+    def failed(self, request: Request, reason: str) -> None:
+        """After a forward_backward that failed, the next optim_step would apply a part of its
+        client's batch: the SDK sends a batch in chunks, and the step before it knows of their
+        fate."""
+        if request.op == "forward_backward" and not request.body.get("forward_only"):
+            self._lacks_gradients(request.queue, f"request {request.seq} failed: {reason}")
+
+    def skipped(self, queue: str, numbers: range) -> None:
+        which = ", ".join(map(str, numbers))
+        plural = "" if len(numbers) == 1 else "s"
+        self._lacks_gradients(queue, f"request{plural} {which} never came")
+
+    def _lacks_gradients(self, model_id: str, reason: str) -> None:
+        """Have the model's next optim_step refused, for the first reason."""
+        model = self.registry.models.get(model_id)
+        if model is not None and not model.incomplete:
+            model.incomplete = reason
+            self.registry.keep(model)
+
     def _model(self, request: Request) -> RegisteredModel:
         """The request's model. Raises Failed if it has ended."""
         model = self.registry.models[request.body["model"]]
@@ -143,6 +162,7 @@ class ServerOperations:
         }
         await self.call(request.id, command)
         model.state = "ready"
+        model.incomplete = ""
         self.registry.keep(model)
         return json_result({"path": path, "model_id": model.id, "type": "load_weights"})
 
@@ -179,8 +199,12 @@ class ServerOperations:
     async def _optim_step(self, request: Request) -> Result:
         model = self._model(request)
         adam = request.body["adam"]
-        command = {"op": "optim_step", "model": model.id, "adam": adam}
-        value = await self.call(request.id, command)
+        missing = model.incomplete
+        command = {"op": "optim_step", "model": model.id, "adam": adam, "missing": missing}
+        try:
+            value = await self.call(request.id, command)
+        finally:
+            model.incomplete = ""  # if it was not, this step was refused and the gradients dropped
         norm = value["grad_norm"]
         if not value["stepped"]:
             reason = f"the gradient norm is {norm}"

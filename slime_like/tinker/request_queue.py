@@ -46,6 +46,12 @@ class Operations(Protocol):
 
     def executed(self, request: Request) -> None: ...
 
+    def failed(self, request: Request, reason: str) -> None:
+        """A request fails, executed or not; called while it still has its body."""
+
+    def skipped(self, queue: str, numbers: range) -> None:
+        """Requests of a model never came, and those behind them are executed or fail."""
+
 
 class Dispatcher:
     def __init__(
@@ -76,6 +82,7 @@ class Dispatcher:
         self.on_done: Callable[[Request], None] = lambda request: None  # for metrics
         self._wake = asyncio.Event()
         self._last = ""
+        self._executing = ""  # the queue whose requests are being executed
         self._bytes: dict[str, int] = {}  # of waiting and running bodies, by queue
         self._tasks: list[asyncio.Task[object]] = []
 
@@ -226,6 +233,7 @@ class Dispatcher:
         for request in batch:
             request.state = "running"
             request.started = time.time()
+        self._executing = batch[0].queue
         try:
             results = await self.operations.execute(batch)
         except Exception as error:
@@ -238,6 +246,7 @@ class Dispatcher:
             else:
                 request.finish(*result)
                 self._done(request)
+        self._executing = ""
 
     def _fail(self, request: Request, error: Exception) -> None:
         """Finish a request with an error. The response has status 200, because clients retry
@@ -246,6 +255,7 @@ class Dispatcher:
         if not isinstance(error, Refused | Failed):
             message = f"internal error, please report it: {type(error).__name__}: {error}"
         category = "user" if isinstance(error, Refused) else "server"
+        self.operations.failed(request, message)
         request.finish(json.dumps({"error": message}).encode(), "", category)
         self._done(request)
 
@@ -292,20 +302,24 @@ class Dispatcher:
                 self.journal.flush()
             for key, queue in list(self.queues.items()):
                 since = queue.missing_since()
-                if since is not None:
+                if since is not None and key != self._executing:
                     self._close_gap(key, queue, now - since)
             self.expire(now)
 
     def _close_gap(self, key: str, queue: Queue, waited_s: float) -> None:
         """End the wait for a missing request once it will not come. Its client knows that it failed
         if the client sends in order: then those behind it are executed, as after every request that
-        failed. Otherwise they fail, because their client may count on it."""
-        missing = f"request {queue.next_seq} of {key}"
-        if queue.in_order and waited_s > min(GIVEN_UP_S, self._gap_s):
-            numbers = queue.skip_missing()
+        failed. Otherwise they fail, because their client may count on it. What it was is unknown,
+        so it may have been a forward_backward."""
+        if waited_s <= (min(GIVEN_UP_S, self._gap_s) if queue.in_order else self._gap_s):
+            return
+        numbers = queue.skip_missing()
+        self.operations.skipped(key, numbers)
+        if queue.in_order:
             log.info("%s: the client gave up its requests %s", key, ", ".join(map(str, numbers)))
             self.wake()
-        elif waited_s > self._gap_s:
+        else:
+            missing = f"request {numbers.start} of {key}"
             self.fail_all(key, Refused(f"{missing}, which precedes this one, never came"))
 
     def expire(self, now: float) -> None:

@@ -196,7 +196,7 @@ class Service:
         ).hexdigest()
         if (earlier := self._earlier(model.id, request.seq_id, digest)) is not None:
             return earlier
-        body: dict[str, object] = {"model": model.id}
+        body: dict[str, object] = {"model": model.id, "forward_only": request.forward_only}
         try:
             checked = check_forward_backward(
                 request,

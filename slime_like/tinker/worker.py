@@ -110,10 +110,7 @@ class ModelWorker:
         never_created = command["op"] == "create" and failure.category == "user"
         if "model" not in command or never_created:
             return False
-        # the client knows that an optim_step failed, but after a failed forward_backward the next
-        # optim_step would silently lack gradients
-        missing = failure.error if command["op"] == "forward_backward" else ""
-        lost = self.host.recover(command["model"], failure.stage, missing)
+        lost = self.host.recover(command["model"], failure.stage)
         return lost or command["model"] not in self.host.models
 
     def _agree(self, error: Exception | None) -> Failure | None:

@@ -115,23 +115,21 @@ class ModelHost:
         """What the API process needs to know about the workers."""
         return {"layout": self.layout.describe(), "models": sorted(self.models)}
 
-    def recover(self, model: str, stage: int, missing: str) -> bool:
-        """Undo the partial effects of a failed command on its model. Collective.
+    def recover(self, model: str, stage: int) -> bool:
+        """Undo the partial effects of a failed command on its model. Collective. The API process
+        has the next step refused if this was a forward_backward.
 
         Args:
             stage: The furthest stage that any rank reached.
-            missing: Why the next step lacks gradients of this command; "" if it needs none.
 
         Returns:
             Whether the model is lost.
         """
-        hosted = self.models.get(model)
         if stage == WEIGHTS:
             self.pool.unload(model)
             return True
-        if stage == GRADIENTS and hosted is not None:
+        if stage == GRADIENTS and model in self.models:
             self.pool.network(model).abandon_gradients()
-            hosted.incomplete = hosted.incomplete or missing
         return False
 
     # --- models ---
@@ -241,7 +239,11 @@ class ModelHost:
             "metrics": {name: each for name, each in typed.items() if math.isfinite(each[1])},
         }
 
-    def do_optim_step(self, model: str, adam: Mapping[str, float]) -> dict[str, object]:
+    def do_optim_step(
+        self, model: str, adam: Mapping[str, float], missing: str = ""
+    ) -> dict[str, object]:
+        """Update the weights. missing: why gradients are missing; then all others are discarded
+        and the step is refused."""
         settings = AdamStep(
             adam["learning_rate"],
             adam["beta1"],
@@ -251,14 +253,12 @@ class ModelHost:
             max_norm=adam["grad_clip_norm"],
         )
         network = self.pool.network(model)
-        hosted = self.models[model]
-        if reason := hosted.incomplete:
-            hosted.incomplete = ""
+        if missing:
             network.abandon_gradients()
             raise Refused(
-                f"model {model}: optim_step rejected: a forward_backward since the last step "
-                f"failed ({reason}), so all gradients since that step are discarded; weights and "
-                "optimizer are unchanged: send the batches again"
+                f"model {model}: optim_step rejected: gradients are missing ({missing}), so all "
+                "gradients since the last step are discarded; weights and optimizer are unchanged: "
+                "send the batches again"
             )
         self.stage = GRADIENTS
         stepped, grad_norm, _ = network.optim_step(settings, self._before_change)
@@ -294,7 +294,6 @@ class ModelHost:
             before_change=self._before_change,
         )
         self._before_change()
-        self.models[model].incomplete = ""
         if optimizer:
             network.clear_gradients()
         else:

@@ -35,11 +35,11 @@ class Host:
 
     def __init__(self, rank: int, group: dist.ProcessGroup | None = None) -> None:
         self.rank, self.stage, self.group = rank, UNCHANGED, group
-        self.recovered: list[tuple[str, int, str]] = []
+        self.recovered: list[tuple[str, int]] = []
         self.models = {"m": None}
 
-    def recover(self, model: str, stage: int, missing: str) -> bool:
-        self.recovered.append((model, stage, missing))
+    def recover(self, model: str, stage: int) -> bool:
+        self.recovered.append((model, stage))
         return stage == WEIGHTS
 
     def execute(self, command: dict[str, Any]) -> Any:

@@ -39,13 +39,7 @@ def test_ranks_agree_on_errors_and_continue(tmp_path: Path) -> None:
     assert "out of memory" in exhausted["error"] and exhausted["broken"] is False
     assert "--max-tokens-per-gpu" in exhausted["error"]
     assert first["recovered"] == second["recovered"], "on all ranks alike"
-    assert first["recovered"] == [
-        ["m", 1, "rank 1: RuntimeError: it broke"],
-        ["m", 2, ""],
-        ["m", 0, exhausted["error"]],
-        ["m", 2, ""],
-        ["m", 0, ""],
-    ]
+    assert first["recovered"] == [["m", 1], ["m", 2], ["m", 0], ["m", 2], ["m", 0]]
 
 
 def test_a_rank_that_is_alone_with_its_error_frees_the_others(tmp_path: Path) -> None:
@@ -65,7 +59,7 @@ def test_a_rank_that_is_alone_with_its_error_frees_the_others(tmp_path: Path) ->
         assert "--max-tokens-per-gpu" in exhausted["error"]
         assert broke["error"] == "rank 0: RuntimeError: it broke"
         assert [answer["broken"] for answer in rank["answers"]] == [False, False, True]
-        assert [stage for _, stage, _ in rank["recovered"]] == [0, 1, 2]
+        assert [stage for _, stage in rank["recovered"]] == [0, 1, 2]
 
 
 def test_a_rank_that_cannot_free_the_others_ends(tmp_path: Path) -> None:

@@ -38,9 +38,12 @@ def small(
 
 
 def goes_on(training: tinker.TrainingClient) -> None:
-    """A pass and a step that wait for nothing."""
+    """Passes and steps that wait for nothing. The first step may lack what did not come."""
     start = time.monotonic()
-    training.forward_backward(batch(2), "cross_entropy").result(timeout=SOON_S)
+    training.forward_backward(batch(2), "cross_entropy")
+    with pytest.raises(tinker.RequestFailedError, match=r"never came.*send the batches again"):
+        training.optim_step(types.AdamParams()).result(timeout=SOON_S)
+    training.forward_backward(batch(2), "cross_entropy")
     training.optim_step(types.AdamParams()).result(timeout=SOON_S)
     assert time.monotonic() - start < SOON_S
 
@@ -53,6 +56,27 @@ def test_a_body_that_is_too_large(small: ApiServer) -> None:
         training.forward_backward([large], "cross_entropy").result(timeout=SOON_S)
     assert raised.value.status_code == 413
     goes_on(training)
+
+
+def test_a_chunk_of_a_batch_that_is_too_large(small: ApiServer) -> None:
+    """As the SDK's documentation does, the step is sent before the batch is waited for: nothing of
+    the batch is applied."""
+    client = small.client()
+    training = policy(client, small)
+    one = training.holder._client_config.model_copy(update={"fwdbwd_max_chunk_len": 1})
+    training.holder._client_config = one
+    before = training.forward(batch(2), "cross_entropy").result(timeout=SOON_S).metrics["loss:sum"]
+    rows = [*batch(1), datum(4_000_000, 0), *batch(1, 5)]
+    passes = training.forward_backward(rows, "cross_entropy")
+    step = training.optim_step(types.AdamParams(learning_rate=1e-2))
+    with pytest.raises(tinker.APIStatusError, match="--max-body-mb"):
+        passes.result(timeout=SOON_S)
+    with pytest.raises(tinker.RequestFailedError, match=r"never came.*send the batches again"):
+        step.result(timeout=SOON_S)
+    after = training.forward(batch(2), "cross_entropy").result(timeout=SOON_S).metrics["loss:sum"]
+    assert after == before
+    training.forward_backward(batch(2), "cross_entropy")
+    training.optim_step(types.AdamParams()).result(timeout=SOON_S)
 
 
 def test_a_key_that_is_unknown_for_a_while(small: ApiServer, keys: Path) -> None:

@@ -142,6 +142,8 @@ def test_an_image_that_cannot_be_taken(
     )
     with pytest.raises(tinker.RequestFailedError, match=message):
         training.forward_backward([bad], "cross_entropy").result()
+    with pytest.raises(tinker.RequestFailedError, match="send the batches again"):
+        training.optim_step(ADAM).result()
     training.forward_backward([sound], "cross_entropy").result()
     assert "grad_norm" in training.optim_step(ADAM).result().metrics
 

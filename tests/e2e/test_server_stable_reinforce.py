@@ -117,4 +117,6 @@ def test_what_the_records_refuse(api: ApiServer) -> None:
         other.forward_backward([datum(free, 1.0)], LOSS).result()
     with pytest.raises(tinker.RequestFailedError, match=r"temperature is 0\.7"):
         sampled(recording, count=1, temperature=0.7)
+    with pytest.raises(tinker.RequestFailedError, match="send the batches again"):
+        training.optim_step(types.AdamParams()).result()
     training.optim_step(types.AdamParams()).result()

@@ -42,6 +42,10 @@ class Recorder:
 
     def executed(self, request: Request) -> None: ...
 
+    def failed(self, request: Request, reason: str) -> None: ...
+
+    def skipped(self, queue: str, numbers: range) -> None: ...
+
 
 def make(journal: Journal, **settings: object) -> tuple[Dispatcher, Recorder]:
     operations = Recorder()

@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tinker import types
+from tinker.proto.request_conv import forward_backward_request_to_proto
 
-from tests.api_in_process import Api
+from slime_like.tinker.errors import Failed, Refused
+from tests.api_in_process import Api, workers
 
 ADAM = {"learning_rate": 1e-3}
 LONG = {"ttl_seconds": 1}
@@ -26,6 +29,30 @@ def step(api: Api, seq: int) -> dict[str, Any]:
     body = {"model_id": api.model, "seq_id": seq, "adam_params": ADAM}
     answer: dict[str, Any] = api.post("retrieve_future", api.post("optim_step", body))
     return answer
+
+
+def send_pass(
+    api: Api, seq: int, *, loss: str = "cross_entropy", forward_only: bool = False
+) -> dict[str, Any]:
+    datum = types.Datum(
+        model_input=types.ModelInput.from_ints([1, 2]), loss_fn_inputs={"target_tokens": [2, 3]}
+    )
+    body = types.ForwardBackwardRequest(
+        forward_backward_input=types.ForwardBackwardInput(data=[datum], loss_fn=loss),  # type: ignore[arg-type]
+        model_id=api.model,
+        seq_id=seq,
+    )
+    message = forward_backward_request_to_proto(body)
+    message.forward_only = forward_only
+    answer = api.send("forward_backward", message.SerializeToString(), {})
+    assert answer.status_code == 200, answer.text
+    return answer.json()  # type: ignore[no-any-return]
+
+
+def run_pass(api: Api, seq: int, **settings: Any) -> str:
+    """The result as text: a protobuf, or an error in JSON."""
+    future = json.dumps(send_pass(api, seq, **settings)).encode()
+    return api.send("retrieve_future", future, {"accept": "application/x-protobuf"}).text
 
 
 @pytest.mark.parametrize(
@@ -85,16 +112,64 @@ def test_what_the_sdk_gave_up_does_not_hold_the_next_request(api: Api, missing: 
     before the server knew its number (a body that is too large, an unknown key), that the SDK has
     retried for 300 s (429, 500), or that failed in the client."""
     api.open("0.38.0")
-    assert "metrics" in step(api, missing[-1] + 1)
-    assert "metrics" in step(api, missing[-1] + 2)
+    assert "loss:sum" in run_pass(api, missing[-1] + 1)
+    assert "never came" in step(api, missing[-1] + 2)["error"], "nor is a part of a batch applied"
+    assert "metrics" in step(api, missing[-1] + 3)
     late = {"model_id": api.model, "seq_id": missing[-1], "adam_params": ADAM}
     assert "is too low" in refuse(api, "optim_step", late)
 
 
+@pytest.mark.parametrize("chunk", [1, 2, 3])
+@pytest.mark.parametrize("fate", ["lost", "refused", "damaged", "failed"])
+def test_a_part_of_a_batch_is_not_applied(api: Api, chunk: int, fate: str) -> None:
+    """Three chunks and the step, sent without waiting for a result, as the SDK's documentation
+    does. Whichever of them never comes, is refused before it reaches the workers (a loss), fails
+    there before it has changed anything (an image) or breaks: the step is refused, once."""
+
+    async def fail(id: str, command: dict[str, Any]) -> Any:
+        if id.endswith(f"/{chunk}") and fate in ("damaged", "failed"):
+            raise {"damaged": Refused, "failed": Failed}[fate]("datum 0: image: damaged")
+        return await workers(id, command)
+
+    api.open("0.38.0")
+    api.service.operations.call = fail
+    for seq in (1, 2, 3):
+        if fate != "lost" or seq != chunk:
+            send_pass(
+                api, seq, loss="nonsense" if (fate, seq) == ("refused", chunk) else "cross_entropy"
+            )
+    error = step(api, 4)["error"]
+    reason = "never came" if fate == "lost" else "failed: "
+    assert f"optim_step rejected: request {chunk} {reason}" in error
+    assert "loss:sum" in run_pass(api, 5) and "metrics" in step(api, 6)
+
+
+def test_a_forward_pass_that_fails_leaves_the_batch_whole(api: Api) -> None:
+    assert "loss:sum" in run_pass(api, 1)
+    assert "nonsense" in run_pass(api, 2, loss="nonsense", forward_only=True)
+    assert "metrics" in step(api, 3)
+
+
+def test_a_step_with_other_settings_does_not_forget(api: Api) -> None:
+    """One that is refused for its own settings has discarded nothing; a load has."""
+    assert "nonsense" in run_pass(api, 1, loss="nonsense")
+    refuse(api, "optim_step", {"model_id": api.model, "seq_id": 2, "adam_params": {"eps": 0.0}})
+    sent = {"model_id": api.model, "seq_id": 3, "path": "a"}
+    path = api.post("retrieve_future", api.post("save_weights", sent))["path"]
+    assert "unknown loss_fn 'nonsense'" in step(api, 4)["error"]
+    assert "nonsense" in run_pass(api, 5, loss="nonsense")
+    load = {"model_id": api.model, "seq_id": 6, "path": path, "optimizer": True}
+    assert "path" in api.post("retrieve_future", api.post("load_weights", load))
+    assert "metrics" in step(api, 7)
+
+
 def test_requests_of_other_clients_may_arrive_in_any_order(api: Api) -> None:
     """They fail behind a number that never comes: their client may count on it."""
-    error = step(api, 2)["error"]
-    assert error == f"request 1 of {api.model}, which precedes this one, never came"
+    assert "loss:sum" in run_pass(api, 1)
+    error = step(api, 3)["error"]
+    assert error == f"request 2 of {api.model}, which precedes this one, never came"
+    assert "request 2 never came" in step(api, 4)["error"], "which may have been of the batch"
+    assert "metrics" in step(api, 5)
 
 
 def test_inflight_weights_have_no_name(api: Api) -> None:
