@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from arguments.hf.model import HfModel
 from arguments.schema.lora import LATENT_ATTENTION, MIXTRAL_MLP, MLP, TARGETS
 from slime_like.weights.families import model_families
+
+
+def no_adapters(core: Mapping[str, object]) -> str:
+    """Why a model has no adapters; "" if it may have some. core: its TransformerConfig fields."""
+    if core.get("entry_rates"):
+        return "not supported with DeepSeek-V4: most projections of its attention have no adapters"
+    return ""
 
 
 def target_modules(names: Sequence[str], model: HfModel) -> tuple[str, ...]:

@@ -155,6 +155,21 @@ def check_router(s: Settings) -> list[Problem]:
     return []
 
 
+def check_capacity(s: Settings) -> list[Problem]:
+    """DeepSeek-V4's routing, which is not megatron-core's, drops no tokens."""
+    if not s.core.get("router_scores"):
+        return []
+    names = (
+        "moe_expert_capacity_factor",
+        "moe_pad_expert_input_to_capacity",
+        "moe_token_drop_policy",
+    )
+    message = "is not supported with DeepSeek-V4, whose experts drop no tokens; remove it"
+    return [
+        p for name in names if name in s.given for p in problem(name, s.core.get(name), message)
+    ]
+
+
 def check_routing_replay(s: Settings) -> list[Problem]:
     if not s.algorithm.use_routing_replay or s.rollout.use_rollout_routing_replay:
         return []
@@ -173,6 +188,7 @@ MOE_RULES: tuple[Rule, ...] = (
     check_token_dispatcher,
     check_load_balancing,
     check_router,
+    check_capacity,
     check_routing_replay,
 )
 

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from arguments.critic_layout import critic_parallel, layout_flags
-from arguments.hf.lora_modules import absent_modules, target_modules
+from arguments.hf.lora_modules import absent_modules, no_adapters, target_modules
 from arguments.hf.model import HfModel, read_hf_model
 from arguments.hf.peft_adapter import read_adapter_config
 from arguments.hf.quantization import has_quantized_weights
@@ -163,7 +163,19 @@ def check_parameter_patterns(s: Settings) -> list[Problem]:
     return problems
 
 
-STEP_RULES: tuple[Rule, ...] = (check_lr, check_parameter_patterns)
+def check_critic_warmup(s: Settings) -> list[Problem]:
+    """The critic's warm-up ends before its decay, which is stretched to the critic's steps."""
+    policy_steps, passes = s.schedule.lr_decay_iters, s.critic.critic_steps_per_policy_step
+    warmup = s.critic.critic_lr_warmup_iters
+    if not policy_steps or warmup < policy_steps * passes:
+        return []
+    bound = f"--lr-decay-iters {policy_steps}"
+    if passes > 1:
+        bound += f" times --critic-steps-per-policy-step {passes}, {policy_steps * passes}"
+    return problem("critic_lr_warmup_iters", warmup, f"must be below {bound}")
+
+
+STEP_RULES: tuple[Rule, ...] = (check_lr, check_parameter_patterns, check_critic_warmup)
 
 
 # --- lora ----------------------------------------------------------------------------------------
@@ -174,11 +186,8 @@ def check_lora_base(s: Settings) -> list[Problem]:
     if not s.lora.lora_rank:
         return []
     problems = []
-    if s.core.get("entry_rates"):
-        message = (
-            "is not supported with DeepSeek-V4: most projections of its attention have no adapters"
-        )
-        problems += problem("lora_rank", s.lora.lora_rank, message)
+    if reason := no_adapters(s.core):
+        problems += problem("lora_rank", s.lora.lora_rank, f"is {reason}")
     load = s.checkpoint.load
     if load is not None and (Path(load) / "config.json").is_file():
         message = (

@@ -41,7 +41,6 @@ class CriticConfig(CheckedSettings):
         0,
         "Optimizer steps of linear warm-up of the critic's learning rate.",
         legal=NON_NEGATIVE,
-        below="lr_decay_iters",
     )
     num_critic_only_steps: int = arg(
         0,

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import uvicorn
 
+from arguments.hf.lora_modules import no_adapters
+from arguments.hf.model import read_hf_model
 from arguments.parse import SERVER, parse_or_exit
 from arguments.rules.server import valid_keys
 from arguments.run_config import RunConfig
@@ -63,7 +65,8 @@ def base_model_of(config: RunConfig) -> BaseModel:
     tied = not config.gpt.untie_embeddings_and_output_weights
     supports_unembed = not (tied and engine_traits(config.rollout.rollout_engine).has_servers)
     name = config.server.served_model_name or folder
-    return BaseModel(folder, name, architecture, supports_unembed)
+    core = read_hf_model(folder).transformer
+    return BaseModel(folder, name, architecture, supports_unembed, no_adapters(core))
 
 
 def limits_of(config: RunConfig) -> DataLimits:

@@ -16,6 +16,7 @@ class BaseModel:
     name: str  # shown to clients
     arch: str  # its class
     supports_unembed: bool = True  # samplers can load a trained output layer
+    no_adapters: str = ""  # why it has none
 
     def check_name(self, name: str) -> None:
         """Raise Refused for any other model."""
@@ -31,6 +32,11 @@ def adapter_of(
     critic has no output layer. Raises Refused."""
     if lora is None or lora.rank == 0:
         return None
+    if base.no_adapters:
+        raise Refused(
+            f"lora_config.rank {lora.rank} is {base.no_adapters}; set it to 0, which trains all "
+            "weights"
+        )
     settings = {
         name: getattr(lora, name)
         for name in ("rank", "seed", "train_unembed", "train_mlp", "train_attn")

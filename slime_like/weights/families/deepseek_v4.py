@@ -115,9 +115,14 @@ def _meant(config: dict[str, Any]) -> dict[str, Any]:
     if found.get("qk_rope_head_dim") is None and isinstance(found.get("head_dim"), int):
         found["qk_rope_head_dim"] = int(found["head_dim"] * (share or ROTARY_SHARE))
     rope = found.pop("rope_scaling", None) or found.pop("rope_parameters", None) or {}
-    main = rope.get("main") or {}
-    of_entries = dict(rope.get("compress") or rope)
-    of_entries.setdefault("rope_theta", found.get("compress_rope_theta") or ENTRY_THETA)
+    entry_theta = found.get("compress_rope_theta") or ENTRY_THETA
+    if isinstance(rope.get("main"), dict) and isinstance(rope.get("compress"), dict):
+        main = rope["main"]
+        of_entries = {"rope_theta": entry_theta, **rope["compress"]}
+    else:  # one for both, whose base is not that of entries
+        main = {}
+        scaling = {key: value for key, value in rope.items() if key not in ("main", "compress")}
+        of_entries = {**scaling, "rope_theta": entry_theta}
     found[ENTRY_ROPE] = of_entries
     theta = main.get("rope_theta") or found.pop("rope_theta", None) or MAIN_THETA
     found.pop("rope_theta", None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from arguments.hf.lora_modules import no_adapters
 from slime_like.tinker.base_model import BaseModel, adapter_of, check_unembed
 from slime_like.tinker.errors import Refused
 from slime_like.tinker.schemas import LoraConfig
@@ -28,6 +29,17 @@ def test_the_sdks_defaults_are_taken() -> None:
         "train_mlp": True,
         "train_attn": True,
     }
+
+
+def test_a_base_without_adapters() -> None:
+    """DeepSeek-V4, of which only experts would be trained; train.py refuses it, too."""
+    reason = no_adapters({"entry_rates": [0, 4]})
+    base = BaseModel("folder", "name", "DeepseekV4ForCausalLM", no_adapters=reason)
+    for role in ("policy", "critic"):
+        with pytest.raises(Refused, match=r"rank 32 is not supported with DeepSeek-V4: most"):
+            adapter_of(LoraConfig(rank=32), role, base)
+        assert adapter_of(LoraConfig(rank=0), role, base) is None
+    assert not no_adapters({"num_layers": 2})
 
 
 def test_an_output_layer_that_samplers_cannot_take() -> None:

@@ -51,6 +51,12 @@ def test_all_forms_are_one_network(tmp_path: Path) -> None:
     found = read_hf_model(write(tmp_path, PUBLISHED))
     AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path / "saved")
     assert read_hf_model(str(tmp_path / "saved")) == found
+    flat = {"rope_type": "yarn", **YARN, "rope_theta": 10000.0}
+    for rope in (flat, {**flat, "main": {"rope_theta": 7.0}}):
+        config = {**PUBLISHED, "rope_scaling": None, "rope_parameters": rope}
+        assert read_hf_model(write(tmp_path, config)) == found
+        AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path / "saved")
+        assert read_hf_model(str(tmp_path / "saved")) == found, "as transformers reads it"
     core = found.transformer
     assert core["entry_rates"] == [0, 0, 4, 128, 4] and core["entry_selection"] == [0, 0, 1, 0, 1]
     assert (core["hashed_layers"], core["hashed_tokens"]) == (3, 129280)
@@ -121,6 +127,19 @@ def test_adapters_and_predicting_layers_are_refused(tmp_path: Path) -> None:
     found = {p.flag: p.message for p in problems_of(argv, 1)}
     assert "is not supported with DeepSeek-V4" in found["--lora-rank"]
     assert "--mtp-num-layers" in found
+
+
+def test_tokens_are_not_dropped(tmp_path: Path) -> None:
+    """Its routing has no capacity."""
+    argv = complete(tmp_path)
+    write(tmp_path / "hf", PUBLISHED)
+    for flags in (
+        ("--moe-expert-capacity-factor", "1.0"),
+        ("--moe-pad-expert-input-to-capacity",),
+        ("--moe-token-drop-policy", "position"),
+    ):
+        found = {p.flag: p.message for p in problems_of([*argv, *flags], 1)}
+        assert "is not supported with DeepSeek-V4" in found[flags[0]]
 
 
 def test_names_of_transformers() -> None:

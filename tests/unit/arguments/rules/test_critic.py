@@ -155,8 +155,11 @@ REFUSED = [
      "must not be above --critic-lr 0.0001"),
     ("", PPO + "--critic-min-lr 2e-4", "--critic-min-lr",
      "must not be above --lr 1e-05"),
-    ("", PPO + "--critic-lr-warmup-iters 9 --lr-decay-iters 9",
+    ("check_critic_warmup", PPO + "--critic-lr-warmup-iters 9 --lr-decay-iters 9",
      "--critic-lr-warmup-iters", "must be below --lr-decay-iters 9"),
+    ("check_critic_warmup", PPO + "--critic-lr-warmup-iters 18 --lr-decay-iters 9 "
+     "--critic-steps-per-policy-step 2", "--critic-lr-warmup-iters",
+     "must be below --lr-decay-iters 9 times --critic-steps-per-policy-step 2, 18"),
     ("", PPO + "--num-critic-only-steps 3", "--num-critic-only-steps",
      "--num-rollout 2"),
     ("", PPO + "--critic-steps-per-policy-step 0", "--critic-steps-per-policy-step", ">= 1"),
@@ -186,6 +189,7 @@ def test_a_warm_up_is_in_steps_of_the_critic(tmp_path: Path) -> None:
     assert parse(tmp_path, words + "7").warnings == ()
     (warning,) = parse(tmp_path, words + "8").warnings
     assert "the run has 8 optimizer steps" in warning
+    parse(tmp_path, words + "17 --lr-decay-iters 9")  # of the policy: 18 of the critic
 
 
 @refused(REFUSED)

@@ -346,6 +346,7 @@ TESTED_ELSEWHERE = {
     "check_memory_parallel": "hf/test_qwen4_exp.py",
     "check_model_base": "test_model_base.py",
     "check_output_groups": "hf/test_deepseek_v4.py",
+    "check_capacity": "hf/test_deepseek_v4.py",
     "check_prompt_mix": "test_prompt_mix.py",
     "check_servers": "rules/test_on_policy.py",
     "check_single_answers": "rules/test_pairs.py",
