@@ -137,7 +137,9 @@ class Fp8Matrix(ScaledMatrix):
         scales = torch.where(scales > 0, scales.clamp(min=SMALLEST_FLOAT32), scales)
         if self.power_of_two or self.scale_dtype == torch.float8_e8m0fnu:
             mantissa, exponent = torch.frexp(scales)  # mantissa in [0.5, 1)
-            scales = torch.ldexp(torch.ones_like(scales), exponent - (mantissa == 0.5).int())
+            powers = torch.ldexp(torch.ones_like(scales), exponent - (mantissa == 0.5).int())
+            # frexp gives the exponent 0 where there is no number
+            scales = torch.where(scales.isfinite(), powers, math.nan)
         scales = _never_zero(scales.to(self.scale_dtype))
         # times the reciprocal, as DeepGEMM and both engines have it: a division rounds one code in
         # some thousands otherwise

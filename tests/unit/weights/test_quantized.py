@@ -274,6 +274,40 @@ def test_what_is_no_number_is_none_in_mxfp4(value: float, tmp_path: Path) -> Non
         decoded(coded, found)
 
 
+@pytest.mark.parametrize("scales", ["float", "powers", "e8m0"])
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("name", [name for name in FORMATS if name not in ("fp8", "mxfp4")])
+def test_what_is_no_number_is_none_in_fp8_and_integers(
+    name: str, value: float, scales: str, tmp_path: Path
+) -> None:
+    """Nor is any other of its block; those of other blocks are what they are without it."""
+    config, stored, _ = FORMATS[name]()
+    if scales != "float" and config["quant_method"] == "fp8":
+        config["scale_fmt"] = "ue8m0"
+    if scales == "e8m0" and name.startswith("f"):
+        stored = {
+            key: tensor if tensor.dtype == torch.float8_e4m3fn else as_powers(tensor)
+            for key, tensor in stored.items()
+        }
+    coded = stored_format(write(tmp_path, config, stored))["x.weight"]
+    weight = torch.ones(coded.shape)
+    clean = decoded(coded, coded.encode(weight))
+    weight[3, 5] = value
+    back = decoded(coded, coded.encode(weight))
+    assert bool(back[3, 5].isnan())
+    blocks = torch.zeros(coded.shape, dtype=torch.bool)
+    rows, columns = coded.tile
+    top = 3 // rows * rows
+    left = 5 // columns * columns
+    blocks[top : top + rows, left : left + columns] = True
+    assert torch.equal(back.isnan(), blocks)
+    assert torch.equal(back[~blocks], clean[~blocks])
+
+
+def as_powers(scales: Tensor) -> Tensor:
+    return torch.ldexp(torch.ones_like(scales), torch.frexp(scales)[1]).to(torch.float8_e8m0fnu)
+
+
 def test_mxfp4_that_is_no_number_is_refused(tmp_path: Path) -> None:
     config, stored, _ = _mxfp4()
     stored["x.weight_scales"][1, 0, 0] = 255
