@@ -6,6 +6,7 @@ import json
 import logging
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from scripts.make_tiny_model import make_tiny_model
 from slime_like.certify.run import Certifier, file_model
 from slime_like.engines.local.engine import LocalEngine
 from slime_like.errors import RunError
+from slime_like.megatron.lora.network import LoraNetwork
 from tests.quantized_models import compressed_config, packed_weight, write_model
 from tests.unit.certify.worlds import World, make_world
 
@@ -44,6 +46,31 @@ def test_only_what_was_compared_agrees(
         assert made.run(0, 1, None).holds
     names = "trainer, transformers and engine" if has_engine else "trainer and transformers"
     assert caplog.messages[-1].endswith(f": {names} agree"), caplog.messages
+
+
+def test_an_adapter_beside_the_weights_agrees_when_it_is_trained(
+    world: World, tmp_path: Path
+) -> None:
+    """--lora-sync adapter: the engine's own weights stay the base model's."""
+    folder = world.certifier._settings.folder
+    flags = "--lora-rank 4 --lora-alpha 8"
+    made = make_world("Qwen3ForCausalLM", Path(folder), flags, layout=world.backend.policy.layout)
+    engine = LocalEngine(folder, None, lora_scale=2.0)
+    own = Certifier(made.backend, engine, replace(made.certifier._settings, outputs=(tmp_path,)))
+    made.backend.sync_weights(engine, 1)
+    assert own.run(1, 1, None).holds  # lora_B is 0
+    generator = torch.Generator().manual_seed(5)
+    assert isinstance(made.backend.policy, LoraNetwork)
+    for adapter in made.backend.policy.adapters:
+        for factor in adapter.parameters():
+            factor.data += 0.1 * torch.randn(factor.shape, generator=generator)
+    made.backend.sync_weights(engine, 2)
+    trained = own.run(2, 2, None)
+    assert trained.holds, [finding.text for finding in trained.findings]
+    assert engine._adapter is not None
+    engine._adapter._scale = 1.0
+    wrong = own.run(3, 2, None)
+    assert {finding.subject for finding in wrong.findings} == {"engine"}
 
 
 class NoServers(LocalEngine):
