@@ -217,7 +217,10 @@ class ServedEngine(RolloutEngine):
         """See `RolloutEngine`. A server lost during the probe is evicted with a warning; RunError
         if none responds and none restarts."""
         assert self.pool is not None
-        return self.ask(self.pool.ready(), requests, sampling)
+        results = self.ask(self.pool.ready(), requests, sampling)
+        if not results and not self.pool.can_restart_any():
+            raise RunError("no engine answers after a weight update; see the warnings above")
+        return results
 
     def ask(
         self,
@@ -225,7 +228,8 @@ class ServedEngine(RolloutEngine):
         requests: Sequence[GenerateRequest],
         sampling: SamplingParams,
     ) -> list[tuple[str, list[GenerateOutput]]]:
-        """The outputs of these servers; see `probe`."""
+        """The outputs of those of these servers that answer. The others are evicted with a
+        warning; RunError for a wrong answer."""
         assert self.pool is not None
         api = self.pool.api
         adapter = self.pool.adapter
@@ -265,8 +269,6 @@ class ServedEngine(RolloutEngine):
                 )
             else:
                 raise failures[0]
-        if not results and not self.pool.can_restart_any():
-            raise RunError("no engine answers after a weight update; see the warnings above")
         return results
 
     def release_memory(self) -> None:

@@ -7,6 +7,7 @@ are there."""
 
 from __future__ import annotations
 
+import pickle
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -36,6 +37,9 @@ def dumped_states(files: Iterable[Path], sequences: Sequence[Tensor]) -> dict[st
     Args:
         files: Of one server.
         sequences: Of tokens, [L] each; sent without a cached prefix.
+
+    Raises:
+        ValueError: Names a file that cannot be read.
     """
     files = sorted(files, key=lambda path: path.name)
     shards = {path.parent.name.split("_")[0] for path in files}
@@ -43,7 +47,7 @@ def dumped_states(files: Iterable[Path], sequences: Sequence[Tensor]) -> dict[st
     for path in files:
         if not path.parent.name.startswith("TP0_"):
             continue
-        dumped = torch.load(path, weights_only=True)
+        dumped = read_pass(path)
         rows = None
         for i, tokens in enumerate(sequences):
             start = start_of(tokens, dumped)
@@ -54,6 +58,18 @@ def dumped_states(files: Iterable[Path], sequences: Sequence[Tensor]) -> dict[st
             found[i] |= {site: value[start:end] for site, value in rows.items()}
     shared = set(found[0]).intersection(*found[1:])
     return {site: torch.cat([own[site] for own in found]) for site in found[0] if site in shared}
+
+
+def read_pass(path: Path) -> Mapping[str, Any]:
+    """The outputs of a pass, by module. Raises ValueError."""
+    try:
+        dumped = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, EOFError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise ValueError(f"{path} cannot be read: {reason}") from error
+    if not isinstance(dumped, Mapping):
+        raise ValueError(f"{path} cannot be read: it is no table of tensors")
+    return dumped
 
 
 def start_of(tokens: Tensor, dumped: Mapping[str, Any]) -> int | None:

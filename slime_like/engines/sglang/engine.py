@@ -11,7 +11,7 @@ from torch import Tensor
 from slime_like.engines.base import GenerateRequest, SamplingParams
 from slime_like.engines.served import ServedEngine
 from slime_like.logs import warn_rank_0
-from slime_like.servers.http import CONTROL_S
+from slime_like.servers.http import CONTROL_S, RequestFailed
 from slime_like.sglang.tensor_dump import FOLDER_SETTING, dump_files, dumped_states
 
 logger = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ class SglangEngine(ServedEngine):
 
     def trace(self, sequences: Sequence[Tensor]) -> list[tuple[str, Mapping[str, Tensor]]]:
         """See `RolloutEngine`. Of servers with --debug-tensor-dump-output-folder, whose folder this
-        process must see."""
+        process must see. A server that does not answer is evicted with a warning."""
         assert self.pool is not None
         requests = [
             GenerateRequest(-1 - i, tuple(tokens.tolist()), seed=i)
@@ -33,20 +33,28 @@ class SglangEngine(ServedEngine):
         ]
         found: list[tuple[str, Mapping[str, Tensor]]] = []
         for worker in self.pool.ready():
-            info = self.pool.call(worker, "/server_info", timeout_s=CONTROL_S, method="GET")
+            try:
+                info = self.pool.call(worker, "/server_info", timeout_s=CONTROL_S, method="GET")
+            except RequestFailed as failure:
+                self.pool.evict(worker, f"no answer before a certificate: {failure}")
+                continue
             folder = info.get(FOLDER_SETTING)
             if not isinstance(folder, str):
                 continue
             before = dump_files(Path(folder))
-            self.ask([worker], requests, SamplingParams(max_new_tokens=1))
-            states = dumped_states(dump_files(Path(folder)) - before, sequences)
+            if not self.ask([worker], requests, SamplingParams(max_new_tokens=1)):
+                continue
+            missing = (
+                f"{folder}, its --debug-tensor-dump-output-folder, has no pass with the "
+                "certificate's tokens; is it a folder that this machine sees, too?"
+            )
+            try:
+                states = dumped_states(dump_files(Path(folder)) - before, sequences)
+            except ValueError as error:
+                states = {}
+                missing = str(error)
             if states:
                 found.append((worker.url, states))
             else:
-                warn_rank_0(
-                    logger,
-                    f"the layers of {worker.url} are not compared: {folder}, its "
-                    "--debug-tensor-dump-output-folder, has no pass with the certificate's "
-                    "tokens; is it a folder that this machine sees, too?",
-                )
+                warn_rank_0(logger, f"the layers of {worker.url} are not compared: {missing}")
         return found

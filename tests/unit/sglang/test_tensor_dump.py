@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
-from slime_like.sglang.tensor_dump import IDS, LENGTHS, dump_files, dumped_states
+from slime_like.sglang.tensor_dump import (
+    FOLDER_SETTING,
+    IDS,
+    LENGTHS,
+    dump_files,
+    dumped_states,
+)
+from tests.fake_sglang import (
+    FakeServer,
+    Handler,
+    engine_of,
+    fake_servers,
+    make_served_model,
+    status,
+)
 
 FIRST = torch.tensor([5, 6, 7, 8])
 SECOND = torch.tensor([9, 5])
@@ -70,3 +86,58 @@ def test_ranks_of_tensor_parallelism_have_parts_of_outputs(tmp_path: Path) -> No
     found = dumped_states(dump_files(tmp_path), [FIRST])
     assert {"layers.0.attention", "layers.0.mlp"}.isdisjoint(found)
     assert {"embedding", "layers.0", "layers.0.mlp_norm", "norm"} <= found.keys()
+
+
+@pytest.mark.parametrize("spoil", ["empty", "cut", "words", "list"])
+def test_a_broken_file_is_named(spoil: str, tmp_path: Path) -> None:
+    """E.g. of a server that ended while it wrote it."""
+    rank = tmp_path / "TP0_PP0_Rank0_pid1"
+    write_pass(rank, 0, [FIRST])
+    path = rank / "Pass00000.pt"
+    whole = path.read_bytes()
+    torch.save([FIRST], tmp_path / "list")
+    broken = {
+        "empty": b"",
+        "cut": whole[: len(whole) // 2],
+        "words": b"no tensors",
+        "list": (tmp_path / "list").read_bytes(),
+    }
+    path.write_bytes(broken[spoil])
+    with pytest.raises(ValueError, match=r"Pass00000\.pt cannot be read: \w"):
+        dumped_states(dump_files(tmp_path), [FIRST])
+
+
+def test_one_bad_server_ends_no_certificate(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of five servers, one gives no /server_info, one no answer to the certificate's tokens, one
+    dumps nothing and one a broken file: each is told in a warning, and the fifth is compared."""
+    model = make_served_model(tmp_path / "model", seed=0)
+    with fake_servers(model, 5) as servers, engine_of(model, servers) as engine:
+        for number, server in enumerate(servers[1:]):
+            server.info[FOLDER_SETTING] = str(tmp_path / f"dumps{number}")
+        servers[0].refused["/server_info"] = (503, "no")
+        servers[1].probe_faults = [status(500)] * 20
+        servers[3].answer = partial(dump, servers[3], b"no tensors")  # type: ignore[method-assign]
+        servers[4].answer = partial(dump, servers[4], None)  # type: ignore[method-assign]
+        found = engine.trace([FIRST, SECOND])
+        assert [url for url, _ in found] == [servers[4].url]
+        assert {"embedding", "norm"} <= found[0][1].keys()
+        told = "\n".join(caplog.messages)
+        assert f"{servers[0].url} is out: no answer before a certificate" in told
+        assert f"{servers[1].url} is out: no answer after a weight update" in told
+        assert f"the layers of {servers[2].url} are not compared" in told and "no pass" in told
+        assert f"the layers of {servers[3].url} are not compared" in told
+        assert "cannot be read" in told
+
+
+def dump(server: FakeServer, content: bytes | None, handler: Handler, body: Any) -> None:
+    """Answer as the server does and write a pass with the prompt; content: in place of it."""
+    if handler.path == "/generate":
+        rank = Path(server.info[FOLDER_SETTING]) / "TP0_PP0_Rank0_pid1"
+        number = len(body["input_ids"])
+        rank.parent.mkdir(exist_ok=True)
+        write_pass(rank, number, [torch.tensor(body["input_ids"])])
+        if content is not None:
+            (rank / f"Pass{number:05d}.pt").write_bytes(content)
+    FakeServer.answer(server, handler, body)
