@@ -42,6 +42,11 @@ class SampledTokens:
         return chosen - kept
 
 
+def is_answer(output: GenerateOutput) -> bool:
+    """Whether there is something to compare."""
+    return bool(output.tokens) and output.failure is None
+
+
 def sampled_tokens(
     model: LayeredModel, requests: Sequence[GenerateRequest], outputs: Sequence[GenerateOutput]
 ) -> SampledTokens:
@@ -49,7 +54,7 @@ def sampled_tokens(
     logits, tokens, reported, depth, position = [], [], [], [], []
     masks: list[Tensor] = []
     for request, output in zip(requests, outputs, strict=True):
-        if not output.tokens or output.failure is not None:
+        if not is_answer(output):
             continue
         prompt = len(request.prompt_tokens)
         count = len(output.tokens)
@@ -89,7 +94,7 @@ def compare_log_probs(
     exact: SampledTokens,
     rounded: SampledTokens,
     temperature: float,
-    find: Callable[[float], Cause | None] = lambda limit: None,
+    find: Callable[[float], Cause | None] | None = None,
 ) -> LogProbGaps:
     """Compare what an engine reported.
 
@@ -107,7 +112,11 @@ def compare_log_probs(
     over = ~(gap <= limit)
     findings: tuple[Finding, ...] = ()
     if bool(over.any()):
-        cause = sampler_cause(exact, temperature, limit) or find(limit) or profile(exact, over, gap)
+        cause = sampler_cause(exact, temperature, limit)
+        if cause is None and find is not None:
+            cause = find(limit)
+        if cause is None:
+            cause = profile(exact, over, gap)
         findings = (
             Finding(
                 subject, "log-probs", None, "sampler", int(exact.position[over].min()), None,

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,11 +20,12 @@ from transformers import AutoConfig
 from transformers.initialization import no_init_weights
 
 from arguments.hf.quantization import folder_quantization
+from slime_like.certify.causes import Cause
 from slime_like.certify.certificate import Certificate, write
 from slime_like.certify.compare import Examination, Finding, Reference
 from slime_like.certify.global_causes import ModelCauses
 from slime_like.certify.layered import LayeredModel
-from slime_like.certify.log_probs import LogProbGaps, compare_log_probs, sampled_tokens
+from slime_like.certify.log_probs import LogProbGaps, compare_log_probs, is_answer, sampled_tokens
 from slime_like.certify.weights import Fingerprints, fingerprints
 from slime_like.conversion.verify import dequantized_model
 from slime_like.distributed.collectives import from_rank_zero_within
@@ -44,6 +47,7 @@ LONGEST = 512
 PROMPT_LENGTH = 24
 RESPONSE_LENGTH = 24
 TIMEOUT_S = 6 * 3600.0  # of rank 0's work alone, while the other ranks wait
+SEARCH_S = 600.0  # for a setting of the whole model, of all servers together
 PACKAGES = ("torch", "transformers", "megatron-core")
 
 T = TypeVar("T")
@@ -212,33 +216,19 @@ class Certifier:
             given = exact.without_scaled_embedding(self._sequences, traced)
             of_server = Reference(exact, rounded, self._sequences, given)
             found[url] = of_server.examine(url, given, {})
+        search = SettingSearch(exact, self._settings.sampling.temperature)
         log_probs = {}
         for name, requests, answers in outputs:
-            log_probs[name] = self._compare_log_probs(name, exact, rounded, requests, answers)
+            # what a layer's finding explains needs no search
+            explained = name in found and bool(found[name].findings)
+            log_probs[name] = compare_log_probs(
+                name,
+                sampled_tokens(exact, requests, answers),
+                sampled_tokens(rounded, requests, answers),
+                self._settings.sampling.temperature,
+                None if explained else partial(search.find, name, requests, answers),
+            )
         return found, log_probs
-
-    def _compare_log_probs(
-        self,
-        name: str,
-        exact: LayeredModel,
-        rounded: LayeredModel,
-        requests: Sequence[GenerateRequest],
-        answers: Sequence[GenerateOutput],
-    ) -> LogProbGaps:
-        temperature = self._settings.sampling.temperature
-        sampled = sampled_tokens(exact, requests, answers)
-
-        def gap() -> Tensor:
-            again = sampled_tokens(exact, requests, answers)
-            return (again.expected(temperature or 1.0) - again.reported).abs()
-
-        return compare_log_probs(
-            name,
-            sampled,
-            sampled_tokens(rounded, requests, answers),
-            temperature,
-            lambda limit: ModelCauses(exact, gap, limit).find(),
-        )
 
     def _certificate(
         self,
@@ -282,6 +272,61 @@ class Certifier:
             findings,
             {name: digest(tensor) for name, tensor in weights.items()},
         )
+
+
+class SettingSearch:
+    """Looks for the settings of whole models that explain the log-probs of one server after the
+    other, all together in `SEARCH_S`."""
+
+    def __init__(self, exact: LayeredModel, temperature: float) -> None:
+        """exact: The reference, in float64."""
+        self._exact = exact
+        self._temperature = temperature or 1.0
+        self._deadline: float | None = None  # from the first search on
+        self._done: list[tuple[Sequence[GenerateOutput], Cause | None]] = []
+
+    def find(
+        self,
+        name: str,
+        requests: Sequence[GenerateRequest],
+        answers: Sequence[GenerateOutput],
+        limit: float,
+    ) -> Cause | None:
+        """The cause of differences above the limit; that of another server with these answers."""
+        for others, known in self._done:
+            if alike(others, answers, limit):
+                return known
+        if self._deadline is None:
+            self._deadline = time.monotonic() + SEARCH_S
+        first = next(i for i, answer in enumerate(answers) if is_answer(answer))
+        gap = partial(self._gap, requests, answers)
+        short = partial(self._gap, requests[first : first + 1], answers[first : first + 1])
+        try:
+            cause = ModelCauses(self._exact, gap, short, limit, self._deadline).find()
+        except TimeoutError:
+            cause = None
+            warn_rank_0(
+                logger,
+                f"the search for a setting that explains the log-probs of {name} was ended after "
+                f"{SEARCH_S / 60:g} minutes; one may explain them all the same",
+            )
+        self._done.append((answers, cause))
+        return cause
+
+    def _gap(
+        self, requests: Sequence[GenerateRequest], answers: Sequence[GenerateOutput]
+    ) -> Tensor:
+        sampled = sampled_tokens(self._exact, requests, answers)
+        return (sampled.expected(self._temperature) - sampled.reported).abs()
+
+
+def alike(first: Sequence[GenerateOutput], second: Sequence[GenerateOutput], limit: float) -> bool:
+    """Whether two servers gave the same tokens, with log-probs within the limit."""
+    return all(
+        (a.tokens, a.failure) == (b.tokens, b.failure)
+        and all(abs(x - y) <= limit for x, y in zip(a.log_probs, b.log_probs, strict=True))
+        for a, b in zip(first, second, strict=True)
+    )
 
 
 def digest(tensor: Tensor) -> str:

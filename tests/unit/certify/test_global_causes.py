@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ import pytest
 import torch
 
 from scripts.make_tiny_model import make_tiny_model
+from slime_like.certify import global_causes, run
 from slime_like.certify.global_causes import ModelCauses
 from slime_like.certify.layered import LayeredModel
 from slime_like.certify.log_probs import compare_log_probs, sampled_tokens
-from slime_like.certify.run import file_model
+from slime_like.certify.run import SettingSearch, file_model
 from slime_like.engines.base import GenerateOutput, GenerateRequest
 from tests.unit.certify.planted import every_epsilon, rope_base, rope_factor
 
@@ -79,13 +81,9 @@ def test_the_setting_is_named(
     before = {name: value.clone() for name, value in exact.model.state_dict().items()}
     sampled = sampled_tokens(exact, requests, outputs)
 
-    def gap() -> torch.Tensor:
-        again = sampled_tokens(exact, requests, outputs)
-        return (again.expected(1.0) - again.reported).abs()
-
-    found = compare_log_probs(
-        "server", sampled, sampled, 1.0, lambda limit: ModelCauses(exact, gap, limit).find()
-    ).findings
+    search = SettingSearch(exact, 1.0)
+    find = partial(search.find, "server", requests, outputs)
+    found = compare_log_probs("server", sampled, sampled, 1.0, find).findings
     assert len(found) == 1
     if cause is None:
         assert found[0].cause in ("alike at all depths", "grows with the depth")
@@ -94,6 +92,53 @@ def test_the_setting_is_named(
         assert found[0].evidence.endswith(", in all layers")
     after = exact.model.state_dict()
     assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+@pytest.fixture
+def unexplained(tmp_path: Path) -> tuple[LayeredModel, list[GenerateRequest], list[GenerateOutput]]:
+    """A reference, and what a server answered that has nothing to do with it."""
+    make_tiny_model("Qwen3ForCausalLM", tmp_path / "model", num_hidden_layers=1)
+    exact = file_model(str(tmp_path / "model"), torch.float64, False)
+    requests = [GenerateRequest(i, (3 + i, 4, 5), seed=i) for i in range(2)]
+    return exact, requests, [output_of([7, 8, 9], [-1.0, -30.0, -2.0]) for _ in requests]
+
+
+def test_a_search_ends_in_time(
+    unexplained: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With the pass in progress; the next servers have what is left."""
+    exact, requests, outputs = unexplained
+    clock = [1000.0]
+    passes = []
+
+    def one_minute(model: LayeredModel, *args: Any) -> Any:
+        clock[0] += 60.0
+        passes.append(clock[0])
+        return sampled_tokens(model, *args)
+
+    monkeypatch.setattr(global_causes.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(run, "sampled_tokens", one_minute)
+    search = SettingSearch(exact, 1.0)
+    assert search.find("http://a", requests, outputs, LIMIT) is None
+    assert len(passes) == run.SEARCH_S / 60 == 10
+    assert "log-probs of http://a was ended after 10 minutes" in caplog.text
+    others = [output_of([7, 8, 6], [-1.0, -30.0, -2.0]) for _ in requests]
+    assert search.find("http://b", requests, others, LIMIT) is None
+    assert len(passes) == 10
+
+
+def test_servers_that_answer_alike_are_searched_once(
+    unexplained: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exact, requests, outputs = unexplained
+    searches = []
+    monkeypatch.setattr(ModelCauses, "find", lambda self: searches.append(self))
+    search = SettingSearch(exact, 1.0)
+    near = [output_of([7, 8, 9], [-1.0 + LIMIT / 2, -30.0, -2.0]) for _ in requests]
+    far = [output_of([7, 8, 9], [-1.0 + 2 * LIMIT, -30.0, -2.0]) for _ in requests]
+    for name, answers in {"a": outputs, "b": outputs, "c": near, "d": far}.items():
+        assert search.find(name, requests, answers, LIMIT) is None
+    assert len(searches) == 2
 
 
 def output_of(tokens: list[int], log_probs: list[float]) -> GenerateOutput:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from benchmarks.parity.steps import parallel
 from scripts.make_tiny_model import make_tiny_model
-from slime_like.certify.run import Certifier, file_model
+from slime_like.certify.run import Certifier, SettingSearch, file_model
 from slime_like.engines.local.engine import LocalEngine
 from slime_like.errors import RunError
 from slime_like.megatron.lora.network import LoraNetwork
@@ -49,7 +49,7 @@ def test_only_what_was_compared_agrees(
 
 
 def test_an_adapter_beside_the_weights_agrees_when_it_is_trained(
-    world: World, tmp_path: Path
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """--lora-sync adapter: the engine's own weights stay the base model's."""
     folder = world.certifier._settings.folder
@@ -69,8 +69,10 @@ def test_an_adapter_beside_the_weights_agrees_when_it_is_trained(
     assert trained.holds, [finding.text for finding in trained.findings]
     assert engine._adapter is not None
     engine._adapter._scale = 1.0
+    searches: list[object] = []  # of a cause of the log-probs, which the layers' explain
+    monkeypatch.setattr(SettingSearch, "find", lambda *args: searches.append(args))
     wrong = own.run(3, 2, None)
-    assert {finding.subject for finding in wrong.findings} == {"engine"}
+    assert {finding.subject for finding in wrong.findings} == {"engine"} and not searches
 
 
 class NoServers(LocalEngine):

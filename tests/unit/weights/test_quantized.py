@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from arguments.hf.quantization import read_quantization
-from slime_like.weights.quantized import QuantizedWeight
+from slime_like.weights.quantized import QuantizedWeight, ScaledMatrix
 from slime_like.weights.safetensors_reader import WeightFiles, stored_format
 from tests.paths import ROOT
 from tests.quantized_models import (
@@ -290,6 +290,7 @@ def test_what_is_no_number_is_none_in_fp8_and_integers(
             for key, tensor in stored.items()
         }
     coded = stored_format(write(tmp_path, config, stored))["x.weight"]
+    assert isinstance(coded, ScaledMatrix)
     weight = torch.ones(coded.shape)
     clean = decoded(coded, coded.encode(weight))
     weight[3, 5] = value
