@@ -56,11 +56,13 @@ class WeightUpdater:
             pool.restore = self.restore
 
     def stage(self, ranks: SendingRanks, version: int) -> None:
-        """Do in advance what needs no pause of the servers; `update` follows."""
+        """Do in advance what needs no pause of the servers; `update` follows. Meanwhile the
+        health-check thread goes on: it may be minutes."""
+        start = time.monotonic()
         with self._one_at_a_time:
-            start = time.monotonic()
-            self.transport.stage(ranks, version)
-            self._staging_s = time.monotonic() - start
+            self.transport.before_stage(version)
+        self.transport.stage(ranks, version)
+        self._staging_s = time.monotonic() - start
 
     def update(self, ranks: SendingRanks, version: int) -> TransferReport:
         """Update all servers; returns when every remaining server has the weights. Servers that

@@ -32,6 +32,10 @@ class WeightTransport:
     def __init__(self, servers: Servers) -> None:
         self.servers = servers
 
+    def before_stage(self, version: int) -> None:
+        """Give up what `stage` overwrites, so that no server that returns gets it: `restore` may
+        run beside `stage`, and not beside this."""
+
     def stage(self, ranks: SendingRanks, version: int) -> None:
         """What `update` can do in advance, while servers go on sampling with the old weights: a
         transport through files writes them."""

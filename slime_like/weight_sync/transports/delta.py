@@ -51,9 +51,12 @@ class DeltaTransport(WeightTransport):
         self._full = 0  # number of the newest full update
         self._broken = True  # the ranks' state does not match the folder
 
+    def before_stage(self, version: int) -> None:
+        """See `WeightTransport`. This host's copy serves no server until the changes are in it."""
+        self._latest = None
+
     def stage(self, ranks: SendingRanks, version: int) -> None:
-        """See `WeightTransport`. The changes are written, and applied to the copy of this host;
-        until then it serves no server that returns."""
+        """See `WeightTransport`. The changes are written, and applied to the copy of this host."""
         number = max(updates_in(self._root), default=0) + 1
         full = self._broken or number - self._full >= self.servers.settings.full_interval
         publication = Publication(
@@ -66,7 +69,6 @@ class DeltaTransport(WeightTransport):
             full=full,
         )
         self._broken = True
-        self._latest = None
         if ranks.multiple_senders:
             update = publication.write(ranks.order(publication))
         else:

@@ -42,6 +42,11 @@ class DiskTransport(WeightTransport):
         self._root = Path(self._temporary or str(settings.disk_dir))
         self._snapshot: tuple[int, Path] | None = None  # version, folder
 
+    def before_stage(self, version: int) -> None:
+        """See `WeightTransport`. The version before has a folder of its own."""
+        if self._snapshot is not None and self._snapshot[0] == version:  # sent once more
+            self._snapshot = None
+
     def stage(self, ranks: SendingRanks, version: int) -> None:
         """See `WeightTransport`. Every rank writes its weights."""
         folder = self._folder(version)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -40,3 +41,30 @@ def test_servers_sample_while_the_next_weights_are_written(
         assert {v for output in after for v in output.weight_versions} == {2}
         metrics = engine.take_metrics()
         assert metrics["engine/weight_update_pause_s"] > 0
+
+
+@pytest.mark.parametrize("delta", [None, {"full_interval": 8}])
+def test_servers_return_while_the_next_weights_are_written(
+    delta: Mapping[str, Any] | None, tmp_path: Path
+) -> None:
+    """One after the other: the check of their health does not wait for the files. With a folder
+    for each version they get the one before, and requests."""
+    model = make_served_model(tmp_path / "model", seed=0)
+    with fake_servers(model, 2) as servers, engine_of(model, servers, delta=delta) as engine:
+        pool = engine.pool
+        assert pool is not None
+
+        def weights() -> Iterator[tuple[str, Tensor]]:
+            for number, (name, tensor) in enumerate(weights_of(model)):
+                if number == 3:
+                    for worker in pool.workers:
+                        pool.evict(worker, "test")
+                        deadline = time.monotonic() + 10
+                        while not worker.alive or (delta is None and worker.version != 1):
+                            assert time.monotonic() < deadline, "it does not return"
+                            time.sleep(0.01)
+                yield name, tensor * 1.5
+
+        engine.update_weights(weights(), 2)
+        assert [worker.version for worker in pool.workers] == [2, 2]
+        assert [server.version for server in servers] == ["2", "2"]
