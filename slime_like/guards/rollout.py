@@ -255,13 +255,21 @@ class Difference:
     trainer: float
     engine: float | None  # None: it reported no log-probs
     tokens: int  # of this rank, that differ
+    masked: int  # of this response, tokens that are not trained on
 
     def __str__(self) -> str:
         engine = "none" if self.engine is None else f"{self.engine:.9g}"
-        return (
+        text = (
             f"the log-prob of token {self.token} of the response of sample {self.sample} is "
             f"{self.trainer:.9g} in the trainer and {engine} in the rollout engine"
         )
+        if self.masked:
+            # the output layer then has fewer rows, on which the bits of its product depend
+            text += (
+                f" (the loss mask leaves out {self.masked} of its tokens, which alone may change "
+                "the last bits: mask whole responses only)"
+            )
+        return text
 
 
 def _first_difference(
@@ -277,8 +285,9 @@ def _first_difference(
         total += int(differs.sum())
         if first is None and differs.any():
             at = int(differs.nonzero()[0])
+            masked = int((~sample.loss_mask).sum())
             reported = None if engine is None else float(engine[at])
-            first = Difference(name, at, float(trainer[at]), reported, 0)
+            first = Difference(name, at, float(trainer[at]), reported, 0, masked)
     return None if first is None else replace(first, tokens=total)
 
 

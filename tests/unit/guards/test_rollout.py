@@ -48,3 +48,9 @@ def test_the_first_difference_is_named_with_both_values() -> None:
 def test_numbers_that_are_none_differ(engine: Tensor | None) -> None:
     with pytest.raises(GuardError, match=r"(nan|none) in the rollout engine"):
         check(sample(engine))
+
+
+def test_a_partial_mask_is_told_as_a_possible_reason() -> None:
+    one_bit = torch.tensor([-0.5, UP, -3.0])
+    with pytest.raises(GuardError, match="the loss mask leaves out 1 of its tokens"):
+        check(sample(OLD), sample(one_bit, (True, True, False)))
