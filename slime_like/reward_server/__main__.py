@@ -11,13 +11,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-import torch
-
 from slime_like.errors import RunError
 from slime_like.extras import pip_install
-from slime_like.reward_server.model import RewardModel
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -28,7 +25,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("folder", type=Path, help="the model, as --save-hf writes it")
     result.add_argument("--host", default="127.0.0.1", help="address to listen on")
     result.add_argument("--port", type=int, default=30010, help="port to listen on")
-    result.add_argument("--dtype", choices=list(DTYPES), help="default: bfloat16 on a GPU")
+    result.add_argument("--dtype", choices=DTYPES, help="default: bfloat16 on a GPU")
     result.add_argument(
         "--batch-tokens", type=int, default=16384, help="most tokens of a batch, with padding"
     )
@@ -37,6 +34,10 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> int:
     arguments = parser().parse_args()
+    import torch
+
+    from slime_like.reward_server.model import RewardModel
+
     try:
         import uvicorn
 
@@ -44,7 +45,7 @@ def main() -> int:
     except ImportError:
         raise SystemExit(f"error: needs fastapi and uvicorn: {pip_install('agents')}") from None
     cuda = torch.cuda.is_available()
-    dtype = DTYPES[arguments.dtype or ("bfloat16" if cuda else "float32")]
+    dtype = getattr(torch, arguments.dtype or ("bfloat16" if cuda else "float32"))
     try:
         model = RewardModel(arguments.folder, dtype, torch.device("cuda" if cuda else "cpu"))
     except RunError as error:

@@ -206,6 +206,8 @@ def test_command_lines_of_the_server_parse(tmp_path: Path, monkeypatch: pytest.M
     demo_files(tmp_path)
     (tmp_path / "outputs/demo").mkdir()
     (tmp_path / "outputs/demo/model").symlink_to(tmp_path / "hf")
+    (tmp_path / "outputs/images").mkdir()
+    (tmp_path / "outputs/images/model").symlink_to(tmp_path / "VISION_MODEL")
     monkeypatch.chdir(tmp_path)
     lines = [line for page in PAGES for line in commands(page, _SERVER) if "sglang" not in line[1]]
     assert len(lines) >= 3
