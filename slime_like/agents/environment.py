@@ -26,8 +26,8 @@ def player(make: Callable[[], TextEnvironment]) -> Callable[[Task], Awaitable[fl
     """An agent that runs one environment per episode.
 
     The reward of a step is the reward of its turn. The agent returns None if the environment leaves
-    a reward to the run's reward function, otherwise 0. An episode at the token limit or at
-    --agent-max-turns ends where it is.
+    the reward of the last step to the run's reward function, otherwise 0. An episode at the token
+    limit or at --agent-max-turns ends where it is.
 
     Args:
         make: Creates the environment; called in the thread of the episode.
@@ -69,9 +69,8 @@ async def _episode(
         message = answer["choices"][0]["message"]
         step = await thread.call(environment.step, message["content"] or "")
         observation, reward, done = _validate_step(environment, step)
-        if reward is None:
-            result = None
-        else:
+        result = None if reward is None else 0.0
+        if reward is not None:
             task.reward(reward)
         if done:
             return result

@@ -33,7 +33,7 @@ class TextEnvironment(Protocol):
         """Process a model turn, without reasoning and the token that ended it.
 
         Returns:
-            The observation, the reward of the action (None: use the run's reward function), and
-            whether the episode is over.
+            The observation, the reward of the action (None, of the last one: use the run's reward
+            function), and whether the episode is over.
         """
         ...

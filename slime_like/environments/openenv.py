@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import random
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,7 +17,7 @@ from urllib.error import URLError
 from urllib.parse import urlsplit, urlunsplit
 from urllib.request import ProxyHandler, build_opener
 
-from websockets.exceptions import ConnectionClosed
+from websockets.exceptions import ConnectionClosed, InvalidMessage, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
 from slime_like.environments.interface import Step, TextEnvironment
@@ -25,7 +26,8 @@ from slime_like.text import clean, mask_url
 
 _OPTIONS = ("action", "observation", "timeout_s", "wait_s")
 _SCHEMA_S = 20.0
-_PAUSE_S = 0.25
+_FIRST_PAUSE_S = 0.25
+_LONGEST_PAUSE_S = 5.0
 _MAX_MESSAGE = 64 * 2**20  # bytes
 _OPENER = build_opener(ProxyHandler({}))
 
@@ -74,8 +76,8 @@ class OpenEnv:
     """An episode on a server, as a `TextEnvironment`.
 
     An answer that is no action leaves the environment unchanged, has reward 0, and is answered with
-    what the server says. A step without a reward counts 0; an episode in which no step has one is
-    left to the run's reward function.
+    what the server says. A step without a reward counts 0; an episode in which no action has one is
+    left to the run's reward function, wherever it ends.
     """
 
     def __init__(
@@ -98,6 +100,8 @@ class OpenEnv:
         self._open = contextlib.ExitStack()
         self._socket: ClientConnection | None = None
         self._rewarded = False
+        # of what has no reward of its own: None after an action, unless one had a reward
+        self._no_reward: float | None = 0.0
 
     def reset(self, *, seed: int, row: Mapping[str, Any]) -> str:
         """The prompt, the form of an answer and the first observation. ``options`` in the row's
@@ -118,21 +122,20 @@ class OpenEnv:
             except (ValueError, RecursionError):
                 data = None
             if not isinstance(data, dict):
-                return f"That is no JSON object. {self._legal}", 0.0, False
+                return f"That is no JSON object. {self._legal}", self._no_reward, False
         found = self._ask({"type": "step", "data": data})
         if found.get("type") == "error" and _code(found) == "VALIDATION_ERROR":
             errors = [
                 f"{'.'.join(map(str, each.get('loc', ())))}: {each.get('msg')}"
                 for each in found["data"].get("errors", [])
             ]
-            return f"That is no action: {'; '.join(errors)}", 0.0, False
+            return f"That is no action: {'; '.join(errors)}", self._no_reward, False
         self._check(found)
         reward = found["data"].get("reward")
         done = bool(found["data"].get("done"))
         self._rewarded = self._rewarded or reward is not None
-        if reward is None and not (done and not self._rewarded):
-            reward = 0.0
-        return self._text(found), None if reward is None else float(reward), done
+        self._no_reward = 0.0 if self._rewarded else None
+        return self._text(found), self._no_reward if reward is None else float(reward), done
 
     def close(self) -> None:
         self._open.close()
@@ -140,6 +143,7 @@ class OpenEnv:
     def _first_answer(self, message: Mapping[str, object]) -> dict[str, Any]:
         """The answer to the first message, once the server has a place for the episode."""
         end = time.monotonic() + self._wait_s
+        pause = _FIRST_PAUSE_S
         while True:
             try:
                 opening = connect(
@@ -150,16 +154,19 @@ class OpenEnv:
                 )
                 self._socket = self._open.enter_context(opening)
                 found = self._ask(message)
-            except (OSError, ConnectionClosed) as error:
+            except (OSError, ConnectionClosed, InvalidMessage, InvalidStatus) as error:
                 found = {"type": "error", "data": {"message": f"{type(error).__name__}: {error}"}}
-                busy = True
+                busy = not isinstance(error, InvalidStatus) or _is_passing(error)
             else:
                 busy = found.get("type") == "error" and _code(found) == "CAPACITY_REACHED"
             if not busy or time.monotonic() > end:
                 self._check(found)
                 return found
             self.close()
-            time.sleep(_PAUSE_S)
+            # drawn, because all episodes of a run begin together
+            left_s = max(0.0, end - time.monotonic())
+            time.sleep(min(pause * (0.5 + random.random()), left_s))
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
 
     def _ask(self, message: Mapping[str, object]) -> dict[str, Any]:
         assert self._socket is not None, "reset comes first"
@@ -195,6 +202,11 @@ class OpenEnv:
 
 def _code(found: Mapping[str, Any]) -> str:
     return str(found["data"].get("code") or "")
+
+
+def _is_passing(error: InvalidStatus) -> bool:
+    """Whether a server, or the proxy before it, is busy or starting."""
+    return error.response.status_code == 429 or error.response.status_code >= 500
 
 
 def _websocket_url(url: str) -> str:

@@ -50,20 +50,35 @@ class RewardServer:
     timeout_s: float
     secret: str = field(default="", repr=False)
 
-    async def post(self, body: Mapping[str, object]) -> Any:
+    async def post(self, body: Mapping[str, object], deadline: float | None = None) -> Any:
         """The server's answer, with "***" in place of the secret, because parts of it may get into
-        messages. Raises RuntimeError with URL and status if the error is permanent or there is no
-        time to retry."""
+        messages. Raises RuntimeError with URL and status if the error is permanent, OutOfTime if
+        there is no time to retry, or no whole answer in time. deadline: of the event loop's
+        clock; None: after timeout_s."""
+        if deadline is None:
+            deadline = self.deadline()
+        try:
+            # around all of it: httpx's timeouts start anew with each part of a response
+            async with asyncio.timeout_at(deadline):
+                return await self._retried(body, deadline)
+        except TimeoutError:
+            reason = f"gave no whole answer in {self.timeout_s:g} s"
+            raise OutOfTime(str(self.failure(reason)), deadline) from None
+
+    def deadline(self) -> float:
+        """Of a request that begins now."""
+        return asyncio.get_running_loop().time() + self.timeout_s
+
+    async def _retried(self, body: Mapping[str, object], deadline: float) -> Any:
         import httpx
 
         pause = FIRST_PAUSE_S
         tries = 0
-        deadline = asyncio.get_running_loop().time() + self.timeout_s
         headers = {"Authorization": f"Bearer {self.secret}"} if self.secret else {}
         # one connection per request: a killed worker leaves none behind; proxies in the environment
         # are ignored
         async with httpx.AsyncClient(
-            timeout=self.timeout_s, trust_env=False, verify=certificates(), headers=headers
+            timeout=None, trust_env=False, verify=certificates(), headers=headers
         ) as client:
             while True:
                 try:
@@ -71,8 +86,10 @@ class RewardServer:
                 except _Retry as reason:
                     tries += 1
                     wait = max(pause * (0.5 + random.random()), reason.wait_s)
-                    if asyncio.get_running_loop().time() + wait > deadline:
-                        raise self.failure(f"{reason}, {tries} times") from reason
+                    next_try = asyncio.get_running_loop().time() + wait
+                    if next_try > deadline:
+                        said = str(self.failure(f"{reason}, {tries} times"))
+                        raise OutOfTime(said, next_try) from reason
                     await asyncio.sleep(wait)
                     pause = min(2 * pause, LONGEST_PAUSE_S)
 
@@ -125,6 +142,15 @@ class RewardServer:
         return self._without_secret(answer) if len(self.secret) >= _SHORTEST_SECRET else answer
 
 
+class OutOfTime(RuntimeError):
+    """There is no answer until the deadline. until: the time of the event loop before which another
+    request is useless."""
+
+    def __init__(self, reason: str, until: float) -> None:
+        super().__init__(reason)
+        self.until = until
+
+
 class _Retry(Exception):
     """A temporary error. wait_s: until when the server wants no other request."""
 
@@ -144,6 +170,9 @@ class AnsweredOnce:
     """Asks a server each question once: the latest `size` scores are kept, and equal questions at
     the same time are one request. Failures are not kept.
 
+    A request is made for the sample that asks first, and ends with it, so that there are never more
+    requests than samples. If it ran out of that sample's time, the next one that waits asks anew.
+
     Args:
         read: The score in an answer; raises RuntimeError if there is none.
     """
@@ -157,21 +186,26 @@ class AnsweredOnce:
 
     async def score(self, body: Mapping[str, object]) -> float:
         """The score in the answer. Raises RuntimeError as `RewardServer.post` and `read` do."""
+        deadline = self._server.deadline()
         if not self._size:
-            return await self._ask(body)
+            return await self._ask(body, deadline)
         key = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).digest()
+        while (task := self._asked.get(key)) is not None:
+            await asyncio.wait([task])  # which, unlike await, does not cancel it
+            if not task.cancelled() and not _is_late(task.exception(), deadline):
+                return task.result()
+            if asyncio.get_running_loop().time() + FIRST_PAUSE_S > deadline:
+                raise OutOfTime(str(self._server.failure("gave no answer in time")), deadline)
         if key in self._kept:
             self._kept.move_to_end(key)
             return self._kept[key]
-        if key not in self._asked:
-            # a task of its own: the deadline of the sample that asks first is not the others'
-            task = asyncio.ensure_future(self._ask(body))
-            task.add_done_callback(lambda done: self._keep(key, done))
-            self._asked[key] = task
-        return await asyncio.shield(self._asked[key])
+        task = asyncio.ensure_future(self._ask(body, deadline))
+        task.add_done_callback(lambda done: self._keep(key, done))
+        self._asked[key] = task
+        return await task
 
-    async def _ask(self, body: Mapping[str, object]) -> float:
-        return self._read(await self._server.post(body))
+    async def _ask(self, body: Mapping[str, object], deadline: float) -> float:
+        return self._read(await self._server.post(body, deadline))
 
     def _keep(self, key: bytes, task: asyncio.Task[float]) -> None:
         del self._asked[key]
@@ -180,3 +214,8 @@ class AnsweredOnce:
         self._kept[key] = task.result()
         if len(self._kept) > self._size:
             self._kept.popitem(last=False)
+
+
+def _is_late(error: BaseException | None, deadline: float) -> bool:
+    """Whether a request failed for lack of time that a sample with this deadline has."""
+    return isinstance(error, OutOfTime) and error.until < deadline

@@ -4,6 +4,7 @@ package itself."""
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Iterator
 from http import HTTPStatus
 from threading import Thread
@@ -16,6 +17,9 @@ from websockets.sync.server import Server, ServerConnection, serve
 
 from slime_like.environments.base import environment_maker
 from slime_like.environments.openenv import OpenEnv
+from slime_like.types import SampleStatus
+from tests.unit.agents.test_server import Engine
+from tests.unit.environments.test_base import played
 
 ROW = {"prompt": "Guess.", "metadata": {"options": {"level": 2}}}
 SCHEMA = {
@@ -39,7 +43,9 @@ def error(code: str, message: str, **more: Any) -> dict[str, Any]:
 def answer(message: dict[str, Any]) -> dict[str, Any]:
     data = message["data"]
     if message["type"] == "reset":
-        return observation(None, False, hint=f"seed {data['seed']} level {data['level']}", left=3)
+        return observation(
+            None, False, hint=f"seed {data['seed']} level {data.get('level')}", left=3
+        )
     if not isinstance(data.get("guess"), int):
         return error("VALIDATION_ERROR", "Invalid message", errors=[{"loc": ["guess"], "msg": "must be an int"}])  # fmt: skip
     if data["guess"] == 13:
@@ -57,7 +63,12 @@ def places() -> list[int]:
 
 
 @pytest.fixture
-def url(places: list[int]) -> Iterator[str]:
+def refusals() -> list[int]:
+    return []  # HTTP statuses of the next connections
+
+
+@pytest.fixture
+def url(places: list[int], refusals: list[int]) -> Iterator[str]:
     def handle(connection: ServerConnection) -> None:
         places[0] -= 1
         try:
@@ -70,6 +81,8 @@ def url(places: list[int]) -> Iterator[str]:
             places[0] += 1
 
     def schema(connection: ServerConnection, request: Request) -> Response | None:
+        if request.path == "/ws" and refusals:
+            return connection.respond(HTTPStatus(refusals.pop(0)), "not now")
         if request.path == "/ws":
             return None
         body = json.dumps(SCHEMA).encode()
@@ -97,11 +110,6 @@ def test_actions_are_json_objects(url: str) -> None:
     first = made.reset(seed=5, row=ROW)
     assert first.startswith("Guess.\n\nAnswer with a JSON object: ")
     assert first.endswith('\n\n{"hint": "seed 5 level 2", "left": 3}')
-    assert made.step('<answer>{"guess": 3}</answer>') == (
-        '{"hint": "wrong", "left": 2}',
-        0.0,
-        False,
-    )
     text, reward, done = made.step("seven")
     assert str(text).startswith("That is no JSON object. Answer with") and (reward, done) == (
         0.0,
@@ -109,6 +117,11 @@ def test_actions_are_json_objects(url: str) -> None:
     )
     wrong = made.step('{"guess": "x"}')
     assert wrong == ("That is no action: guess: must be an int", 0.0, False)
+    assert made.step('<answer>{"guess": 3}</answer>') == (
+        '{"hint": "wrong", "left": 2}',
+        None,
+        False,
+    )
     assert made.step('{"guess": 7}') == ('{"hint": "right", "left": 0}', 1.0, True)
     made.close()
 
@@ -125,6 +138,24 @@ def test_an_episode_without_a_reward_is_left_to_the_reward_function(url: str) ->
     made.reset(seed=1, row=ROW)
     assert made.step('{"guess": 0}')[1:] == (None, True)
     made.close()
+
+
+@pytest.mark.parametrize(
+    ("guesses", "reward", "of_turns"),
+    [
+        (["3", "3"], None, [0, 0]),
+        (["3", "none"], None, [0, 0]),  # what is no action is no reward either
+        (["none", "none"], 0.0, [0, 0]),
+        (["3", "7"], 0.0, [0, 1]),
+    ],
+)
+def test_an_episode_that_ends_at_its_limit_has_a_reward_if_an_action_had_one(
+    url: str, guesses: list[str], reward: float | None, of_turns: list[float]
+) -> None:
+    engine = Engine(*(f'{{"guess": {guess}}}' for guess in guesses))
+    sample = played(environment_maker(f"openenv:{url}"), engine, by_turn=True, turns=2)
+    assert sample.status == SampleStatus.COMPLETED and len(engine.written) == 2
+    assert sample.reward == reward and sample.metadata["answers"]["rewards"] == of_turns
 
 
 def test_an_environment_that_fails_loses_the_episode(url: str) -> None:
@@ -147,6 +178,37 @@ def test_a_free_place_is_waited_for(url: str, places: list[int]) -> None:
     assert second.reset(seed=1, row=ROW)
     waiting.join()
     second.close()
+
+
+def test_a_server_that_is_busy_or_starts_is_waited_for(url: str, refusals: list[int]) -> None:
+    """But not one that has no such environment."""
+    refusals += [503, 429, 502]
+    made = environment(url)
+    assert made.reset(seed=1, row=ROW)
+    made.close()
+    refusals += [503] * 100
+    with pytest.raises(RuntimeError, match="HTTP 503"):
+        environment(url, "?wait_s=0.3").reset(seed=1, row=ROW)
+    refusals[:] = [404]
+    with pytest.raises(RuntimeError, match="HTTP 404"):
+        environment(url).reset(seed=1, row=ROW)
+
+
+def test_a_server_that_closes_connections_while_it_starts_is_waited_for() -> None:
+    """Closed without an answer, then nobody there."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+
+    def close_one() -> None:
+        listening.accept()[0].close()
+        listening.close()
+
+    closes = Thread(target=close_one)
+    closes.start()
+    made = OpenEnv(url, None, None, legal="", timeout_s=60, wait_s=1.0)
+    with pytest.raises(RuntimeError, match="ConnectionRefusedError"):
+        made.reset(seed=1, row=ROW)
+    closes.join()
 
 
 @pytest.mark.parametrize(
