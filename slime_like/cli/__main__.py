@@ -58,6 +58,9 @@ COMMANDS: Mapping[str, Command] = {
     "convert": Command(
         "slime_like.cli.convert", "convert checkpoints from and to the Hugging Face format"
     ),
+    "quantize": Command(
+        "slime_like.cli.quantize", "make a quantised copy of a Hugging Face folder, for servers"
+    ),
     "pull-weights": Command(
         "slime_like.cli.pull_weights",
         "apply weight deltas of a remote trainer (--update-weight-mode delta) on a server node",

@@ -2,37 +2,32 @@
 at a time.
 
 The output files are distributed over the processes, and each reads what it needs directly from the
-checkpoint. Everything is written next to the output folder and renamed when complete; complete
-files are reused by the next attempt.
+checkpoint.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-import shutil
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from slime_like.checkpoints.files import MARKER, complete_file, hash_file
+from slime_like.checkpoints.files import hash_file
 from slime_like.checkpoints.manifest import MANIFEST, describe
 from slime_like.config import ConfigError, Problem
 from slime_like.conversion.network import Advance, Converted, MetaNetwork
-from slime_like.distributed.collectives import from_rank_zero, together
-from slime_like.megatron.checkpoint.save import MIB, check_space
+from slime_like.conversion.shards import plan_text, write_shards
+from slime_like.distributed.collectives import from_rank_zero
 from slime_like.megatron.checkpoint.tensors import CheckpointTensors
 from slime_like.weights.export_plan import DEFAULT_BUCKET_BYTES, Parameter, TensorPlan
 from slime_like.weights.hf_save import check_folders, complete_folder
 from slime_like.weights.quantized import QuantizedWeight
 from slime_like.weights.safetensors_reader import WeightFiles
-from slime_like.weights.safetensors_writer import ShardPlan, plan_shards, write_shard
+from slime_like.weights.safetensors_writer import ShardPlan, plan_shards
 from slime_like.weights.untrained import (
     read_untrained,
     repeated_tensors,
@@ -40,7 +35,6 @@ from slime_like.weights.untrained import (
     untrained_prefixes,
 )
 
-PARTIAL = ".partial"
 NOT_WEIGHTS = ("optimizer.", "chained_", "_extra_state")
 
 
@@ -151,51 +145,19 @@ def convert_to_hf(
     folder = Path(output)
     from_rank_zero(lambda: check_folders(folder, Path(template)))
     shards = plan_shards((planned for _, planned in source.tensors.values()), max_shard_bytes)
-    identity = _identity(checkpoint, shards)
-    partial = folder.with_name(f".{folder.name}{PARTIAL}")
-    kept = from_rank_zero(lambda: _prepare(partial, shards, identity))
+    content = hash_file(checkpoint / MANIFEST).sha256 + plan_text(shards)
 
-    def write(shard: ShardPlan) -> None:
-        if shard.file_name in kept:
-            advance(shard.nbytes)
-        else:
-            write_shard(partial, shard, source.stream(shard), identity, advance)
-
-    def write_mine() -> None:
-        with ThreadPoolExecutor(workers) as pool:
-            list(pool.map(write, shards[dist.get_rank() :: dist.get_world_size()]))
-
-    together(write_mine)
-
-    def complete() -> None:
-        for shard in shards:
-            (partial / (shard.file_name + MARKER)).unlink()
+    def complete(partial: Path) -> None:
         task = "ForTokenClassification"  # it has a bias
         complete_folder(partial, folder, Path(template), shards, value_task=task)
 
-    from_rank_zero(complete)
-    return Converted(folder, source.nbytes, len(shards), len(kept))
-
-
-def _identity(checkpoint: Path, shards: list[ShardPlan]) -> str:
-    """Fingerprint of everything that determines the bytes of the output."""
-    plan = []
-    for shard in shards:
-        tensors = [(t.name, t.shape, str(t.dtype)) for t in shard.tensors]
-        plan.append((shard.file_name, tensors))
-    content = hash_file(checkpoint / MANIFEST).sha256 + json.dumps(plan)
-    return hashlib.sha256(content.encode()).hexdigest()
-
-
-def _prepare(partial: Path, shards: list[ShardPlan], identity: str) -> set[str]:
-    """Prepare the working folder: keep only complete files of the same conversion, and return
-    their names."""
-    partial.mkdir(parents=True, exist_ok=True)
-    names = [shard.file_name for shard in shards]
-    kept = {name for name in names if complete_file(partial / name, identity) is not None}
-    for path in partial.iterdir():
-        if path.name.removesuffix(MARKER) not in kept:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-    needed = sum(shard.nbytes for shard in shards if shard.file_name not in kept)
-    check_space(partial, needed + MIB, "name a folder on another disk", what="--output:")
-    return kept
+    kept = write_shards(
+        folder,
+        shards,
+        hashlib.sha256(content.encode()).hexdigest(),
+        source.stream,
+        complete,
+        workers=workers,
+        advance=advance,
+    )
+    return Converted(folder, source.nbytes, len(shards), kept)

@@ -177,11 +177,13 @@ def complete_folder(
     shards: Sequence[ShardPlan],
     *,
     value_task: str = "ForSequenceClassification",
+    quantization: Mapping[str, object] | None = None,
 ) -> None:
     """Complete a folder that has the files `shards`; see `finish_folder`.
 
     Args:
         value_task: Class name suffix in transformers of a model with a scalar head.
+        quantization: See `finish_folder`.
     """
     write_index(temporary, shards)
     names = {tensor.name for tensor in chain.from_iterable(shard.tensors for shard in shards)}
@@ -192,6 +194,7 @@ def complete_folder(
         dtype=None if is_quantized(shards) else main_dtype(shards),
         value_task=value_task if SCORE in names else None,
         untied_head=LM_HEAD in names,
+        quantization=quantization,
     )
 
 
@@ -203,6 +206,7 @@ def finish_folder(
     dtype: str | None,
     value_task: str | None = None,
     untied_head: bool = False,
+    quantization: Mapping[str, object] | None = None,
 ) -> None:
     """Complete a folder that has the weights: copy the other files, write config.json last, and
     rename the folder.
@@ -212,6 +216,7 @@ def finish_folder(
         value_task: Class name suffix in transformers of a model with a scalar head.
         untied_head: The output layer's weight is among the weights, so the embedding is not tied,
             whatever the source says.
+        quantization: The `quantization_config` of weights that are not quantised in the source.
     """
     config = json.loads((source / "config.json").read_text(encoding="utf-8"))
     _copy_others(source, temporary)
@@ -222,6 +227,8 @@ def finish_folder(
             part.pop("quantization_config", None)
         if untied_head and part.get("tie_word_embeddings"):
             part["tie_word_embeddings"] = False
+    if quantization is not None:
+        config["quantization_config"] = dict(quantization)
     if value_task is not None:
         config["architectures"] = [
             name.replace("ForCausalLM", value_task) for name in config["architectures"]

@@ -165,3 +165,35 @@ def test_trained_with_servers_in_mxfp4(
     assert not torch.equal(before, after)
     assert {weights[f"{name}_blocks"].dtype for weights in received} == {torch.uint8}
     assert 0 < rows_of(tmp_path / "out")[1]["rollout/train_rollout_log_prob_diff_mean"] < 0.1
+
+
+def test_bf16_weights_trained_with_servers_of_a_quantised_copy(
+    server: TrainServer, work: Workspace, tmp_path: Path
+) -> None:
+    """The run starts from the checkpoint's weights, not from the copy's; the first update brings the
+    servers, which started from the copy, to them, and what is saved is not quantised. The learning
+    rate changes no bit."""
+    copy, checkpoint = tmp_path / "fp8", tmp_path / "ck"
+    words = ("--hf-checkpoint", work.model, "--output", copy, "--block-size", 8, 8, "--no-progress")
+    server.run("slime_like.cli.quantize", words, tmp_path / "log1").ok()
+    words = ("--hf-checkpoint", work.model, "--save", checkpoint, "--no-progress")
+    server.run("scripts.convert_hf_to_megatron", words, tmp_path / "log2").ok()
+    received: list[dict[str, Tensor]] = []
+    with FakeServer(str(copy)) as sglang:
+        sglang.spoil = lambda weights: received.append(dict(weights))
+        server.train(
+            work.flags(
+                tmp_path / "out", hf_checkpoint=copy, load=checkpoint, rollout_engine="sglang",
+                no_sglang_router="", rollout_external_engine_addrs=sglang.address,
+                update_weight_transport="disk", save_hf=tmp_path / "hf", lr=1e-30,
+            ),
+            tmp_path / "log3", timeout_s=120,
+        ).ok()  # fmt: skip
+    stored, source = load_file(copy / "model.safetensors"), load_file(work.model / "model.safetensors")  # fmt: skip
+    for weights in received:
+        assert all(same_bits(weights[name], stored[name]) for name in stored)
+    assert 0 < rows_of(tmp_path / "out")[0]["rollout/train_rollout_log_prob_diff_mean"] < 0.1
+    saved = weights_of(tmp_path / "hf")
+    with WeightFiles(str(copy)) as files:
+        assert len(files.quantized) > 5
+        assert all(torch.equal(saved[name], source[name]) for name in files.quantized)
