@@ -13,7 +13,14 @@ from arguments.hf.quantization import has_quantized_weights
 from arguments.megatron_configs import INITIAL_LOSS_SCALE
 from arguments.rules.algorithm import has_critic
 from arguments.rules.base import Rule, Settings, Warn, problem
-from arguments.schema.lora import LATENT_ATTENTION, MIXTRAL_MLP, MLP, TARGETS, UNEMBEDDING
+from arguments.schema.lora import (
+    ATTENTION,
+    LATENT_ATTENTION,
+    MIXTRAL_MLP,
+    MLP,
+    TARGETS,
+    UNEMBEDDING,
+)
 from arguments.untested import FLAG
 from arguments.vllm_install import LORA_RANKS
 from slime_like.config import ConfigError, Problem, flag_name
@@ -296,14 +303,32 @@ def _unserved_adapters(s: Settings, model: HfModel) -> list[str]:
                 f"without a GPU SGLang pads an MLP of {size} units, and no adapter of it: use "
                 "--lora-target-modules attn, or --lora-sync merged"
             )
-    if on_servers and modules.intersection(LATENT_ATTENTION):
+    latent = model.transformer.get("multi_latent_attention")
+    if on_servers and latent and modules.intersection((*ATTENTION, *LATENT_ATTENTION)):
         problems.append(f"servers apply no adapters to multi-latent attention{merged}")
+    elif s.rollout.rollout_engine == "sglang":
+        problems += _incomplete_for_sglang(modules, set(absent_modules(model)))
     if model.transformer.get("linear_attention_freq"):
         problems.append(f"engines apply no adapters to linear attention{merged}")
     if model_families.get(model.architecture).vision is not None:
         problems.append(f"adapters of models that see are not sent to engines{merged}")
     if has_quantized_weights(s.model.hf_checkpoint):
         problems.append(f"the engine's base model is quantised, and the trainer's is not{merged}")
+    return problems
+
+
+def _incomplete_for_sglang(modules: set[str], absent: set[str]) -> list[str]:
+    """SGLang joins the adapters of query, key and value, and those of gate and up projection. It
+    fills in a missing k_proj or up_proj alone, and fails over others once requests arrive."""
+    problems = []
+    for joined, needed in ((ATTENTION[:3], ("q_proj", "v_proj")), (MLP[:2], ("gate_proj",))):
+        missing = [name for name in needed if name not in modules | absent]
+        if missing and modules.intersection(joined):
+            given = ", ".join(name for name in joined if name in modules)
+            problems.append(
+                f"SGLang serves no adapters of {given} without {' and '.join(missing)}: add "
+                f"{' '.join(missing)} to --lora-target-modules, or use --lora-sync merged"
+            )
     return problems
 
 

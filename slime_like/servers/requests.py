@@ -27,10 +27,12 @@ from slime_like.servers.http import (
 )
 from slime_like.servers.routed_experts import RoutesFormat
 from slime_like.servers.server_api import Legal, RefusedByServer
-from slime_like.servers.server_pool import ServerPool, Worker
+from slime_like.servers.server_pool import ServedAdapter, ServerPool, Worker
 
 ABORT_DEADLINES = Deadlines(CONTROL_S, CONTROL_S, CONTROL_S)
 POLL_S = 0.1  # polling interval while no server is ready
+# SGLang's and vLLM's words for an adapter that they lack, with status 400 or 404 and its name
+LACKS_ADAPTER = ("never been loaded", "not loaded", "does not exist")
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,8 +171,9 @@ class ServerRequests:
         rid: str,
         avoid: set[str],
     ) -> GenerateOutput:
-        """One attempt. A server that responds with an impossible weight version is evicted until it
-        has the current weights. Raises RequestFailed, InvalidResponse, RefusedByServer."""
+        """One attempt. A server that responds with an impossible weight version, or lacks the
+        adapter, is evicted until it has the current weights. Raises RequestFailed, InvalidResponse,
+        RefusedByServer."""
         url, worker = await self._target(avoid)
         oldest = self._pool.version
         evictions = 0 if worker is None else worker.evictions
@@ -181,7 +184,13 @@ class ServerRequests:
             if adapter is not None:
                 oldest = adapter.version
                 body = api.with_adapter(body, adapter.name)
-            answer = await self._post(client, url, worker, body, limit, avoid)
+            try:
+                answer = await self._post(client, url, worker, body, limit, avoid)
+            except RequestFailed as failure:
+                if adapter is None or not _lacks(adapter, failure):
+                    raise
+                await self._report_lacking(adapter, worker, evictions, str(failure))
+                raise RequestFailed("no_adapter", str(failure), retryable=True) from None
         versions = {v for v in self.sent if v >= oldest}
         legal = Legal(self._vocab_size, versions, self._routed_experts)
         try:
@@ -202,6 +211,14 @@ class ServerRequests:
             raise WrongWeightVersion(f"{url}: {error}") from None
         except InvalidResponse as error:
             raise type(error)(f"{url}: {error}") from None
+
+    async def _report_lacking(
+        self, adapter: ServedAdapter, worker: Worker | None, evictions: int, reason: str
+    ) -> None:
+        """A server has restarted since its last health probe, and lost the adapter. One that lacks
+        an older adapter than the current one may have got that already."""
+        if worker is not None and adapter == self._pool.adapter:
+            await asyncio.to_thread(self._pool.report_wrong_version, worker, evictions, reason)
 
     def _token_bytes(self, sampling: SamplingParams) -> int:
         """Bytes of one token's routed experts in a response: base64 of int32 for every layer."""
@@ -280,3 +297,10 @@ class ServerRequests:
         if self._client is not None and self._loop is asyncio.get_running_loop():
             await self._client.aclose()
             self._client = None
+
+
+def _lacks(adapter: ServedAdapter, failure: RequestFailed) -> bool:
+    """Whether a server refused a request because it does not have its adapter."""
+    words = str(failure)
+    refused = failure.kind in ("status_400", "status_404") and adapter.name in words
+    return refused and any(reason in words for reason in LACKS_ADAPTER)

@@ -281,9 +281,10 @@ class ServerPool:
             self.router.remove(worker.url)
 
     def report_wrong_version(self, worker: Worker, evictions: int, reason: str) -> None:
-        """Evict a server that responded with an impossible weight version. The first few times it
-        gets the current weights and returns. evictions: its count when the request was sent; if it
-        has grown since, the response predates that eviction and is ignored."""
+        """Evict a server that responded with an impossible weight version, or lacks the adapter.
+        The first few times it gets the current weights and returns. evictions: its count when the
+        request was sent; if it has grown since, the response predates that eviction and is
+        ignored."""
         with self.lock:
             if worker.evictions != evictions:
                 return

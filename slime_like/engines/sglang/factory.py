@@ -202,8 +202,8 @@ def adapter_needs(config: RunConfig) -> AdapterNeeds | None:
 
 
 def adapter_settings(needs: AdapterNeeds, *, cuda: bool) -> dict[str, object]:
-    """Server settings. An adapter with names that the server does not know is then refused, where
-    SGLang otherwise ignores them."""
+    """Server settings. With strict loading the first request with an adapter that has weights which
+    the server does not apply fails, where SGLang otherwise ignores these weights."""
     settings: dict[str, object] = {
         "enable_lora": True,
         "lora_strict_loading": True,

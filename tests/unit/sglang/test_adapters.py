@@ -177,6 +177,22 @@ def test_a_server_that_comes_back_gets_the_adapter_before_requests(
         servers[1].hung = False
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_server_that_restarts_between_two_probes_gets_the_adapter(model: str, count: int) -> None:
+    """No probe has failed: requests find it out, and none is lost."""
+    with (
+        fake_servers(model, count) as servers,
+        engine_of(model, servers, transport="tensor", synced=False, adapter=ADAPTER) as engine,
+    ):
+        engine.update_weights(factors(model, 1), 1)
+        servers[0].adapters.clear()
+        servers[0].version = "default"
+        assert_right(engine.generate(REQUESTS, SAMPLING), model, 1)
+        assert engine.pool is not None and engine.pool.evictions == 1
+        wait_until(lambda: len(engine.pool.ready()) == count, "the server is back")
+        assert adapters(servers[0]) == ["1"]
+
+
 def test_servers_that_do_not_know_a_module_refuse_it(model: str) -> None:
     def renamed() -> Iterator[tuple[str, torch.Tensor]]:
         return ((name.replace("q_proj", "query"), tensor) for name, tensor in factors(model, 1))

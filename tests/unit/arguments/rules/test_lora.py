@@ -154,6 +154,38 @@ def test_adapters_that_servers_do_not_apply(
     assert [words in str(problem) for problem in found] == [True], found
 
 
+MISSING = [
+    ("q_proj", ["v_proj"]),
+    ("q_proj o_proj", ["v_proj"]),
+    ("q_proj k_proj", ["v_proj"]),
+    ("v_proj", ["q_proj"]),
+    ("k_proj v_proj", ["q_proj"]),
+    ("k_proj", ["q_proj v_proj"]),
+    ("up_proj down_proj", ["gate_proj"]),
+    ("k_proj up_proj", ["q_proj v_proj", "gate_proj"]),
+    ("q_proj v_proj", []),
+    ("q_proj k_proj v_proj up_proj gate_proj", []),
+    ("gate_proj", []),
+    ("o_proj down_proj", []),
+]
+
+
+@pytest.mark.parametrize(("modules", "missing"), MISSING)
+def test_sglang_joins_adapters_of_fused_layers(
+    tmp_path: Path, modules: str, missing: list[str]
+) -> None:
+    """An incomplete set would fail once the servers are up."""
+    line = complete(tmp_path, *f"{SENT} --lora-target-modules {modules}".split())
+    write_files(tmp_path, intermediate_size=64)
+    if not missing:
+        assert parse_args(line, 1).sends_adapter
+        return
+    found = [str(p) for p in problems_of(line) if p.flag == "--lora-sync"]
+    assert len(found) == len(missing), found
+    for words, names in zip(found, missing, strict=True):
+        assert f"add {names} to --lora-target-modules, or use --lora-sync merged" in words
+
+
 @pytest.mark.parametrize("changes", [{}, EXPERTS], ids=["dense", "experts"])
 def test_adapters_that_servers_apply(tmp_path: Path, changes: dict[str, object]) -> None:
     """Also of an output layer that is tied to the embedding, which merged cannot be sent."""
