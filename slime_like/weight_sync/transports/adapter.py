@@ -22,6 +22,7 @@ from torch import Tensor
 from arguments.hf.peft_adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, adapter_config
 from slime_like.checkpoints.scratch import scratch_folder
 from slime_like.servers.http import CONTROL_S, RequestFailed
+from slime_like.servers.processes import EngineProcess
 from slime_like.servers.server_pool import ServedAdapter, Worker
 from slime_like.weight_sync.servers import Servers
 from slime_like.weight_sync.transports.base import WeightTransport, transport_traits
@@ -40,6 +41,16 @@ class SentAdapter:
     config: Mapping[str, object]  # PEFT's adapter_config.json
     bucket: Bucket  # all factors by PEFT's names, in host memory
     folder: Path | None  # where they are, if servers load them from disk
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Traces:
+    """Where an adapter may be, also after a load that failed or went unanswered."""
+
+    served: ServedAdapter
+    folder: Path | None
+    # servers, with their process at that time; another process does not have the adapter
+    workers: dict[Worker, EngineProcess | None]
 
 
 class AdapterTransport(WeightTransport):
@@ -62,19 +73,19 @@ class AdapterTransport(WeightTransport):
         self._prefix = f"slime_like-{os.getpid():x}-{time.time_ns():x}"
         self._numbers = 0  # counter for unique names
         self._latest: SentAdapter | None = None
-        self._older: list[SentAdapter] = []  # that some server may still have
+        self._traces: list[Traces] = []  # the latest adapter's too
 
     def send(self, weights: WeightBuckets, version: int, workers: Sequence[Worker]) -> None:
         adapter = self._new(weights, version)
-        loaded = self.servers.on_each(
+        traces = Traces(adapter.served, adapter.folder, {w: w.process for w in workers})
+        self._traces.append(traces)
+        self.servers.on_each(
             workers, lambda worker: self._load(worker, adapter), "loading an adapter"
         )
-        if self._latest is not None:
-            self._older.append(self._latest)
         self._latest = adapter
         with self.servers.pool.lock:
             self.servers.pool.adapter = adapter.served
-        self._unload_unused(loaded)
+        self._unload_unused(self.servers.pool.alive())
 
     def _new(self, weights: WeightBuckets, version: int) -> SentAdapter:
         tensors: list[TensorPlan] = []
@@ -119,24 +130,38 @@ class AdapterTransport(WeightTransport):
         self.servers.call(worker, api.set_version(adapter.served.version))
 
     def _unload_unused(self, workers: Sequence[Worker]) -> None:
+        """Unload from these servers what is neither the latest adapter nor in use."""
         with self.servers.pool.lock:
-            in_use = set(self.servers.pool.adapters_in_use)
-        for adapter in [a for a in self._older if a.served not in in_use]:
-            self._unload(workers, adapter)
-            self._older.remove(adapter)
+            kept = set(self.servers.pool.adapters_in_use)
+        if self._latest is not None:
+            kept.add(self._latest.served)
+        for traces in [t for t in self._traces if t.served not in kept]:
+            self._unload(traces, workers)
 
-    def _unload(self, workers: Sequence[Worker], adapter: SentAdapter) -> None:
-        """Unload an adapter where it is loaded; a server that joined later never had it."""
-        call = self.servers.api.unload_adapter(adapter.served.name)
+    def _unload(self, traces: Traces, workers: Sequence[Worker]) -> None:
+        """Unload an adapter from those of `workers` that may have it. What fails, and servers that
+        are away, come again with the next update or when the server is back."""
+        call = self.servers.api.unload_adapter(traces.served.name)
         limit = min(CONTROL_S, self.servers.pool.health.timeout_s)
-        for worker in workers:
-            try:
-                self.servers.pool.post(worker, call, timeout_s=limit)
-            except RequestFailed as failure:
-                if adapter.served.name not in str(failure):  # which names it as unknown
-                    logger.warning(f"an adapter stays on the engine {worker.url}: {failure}")
-        if adapter.folder is not None and not self.servers.settings.keep_files:
-            shutil.rmtree(adapter.folder, ignore_errors=True)
+        for worker, process in list(traces.workers.items()):
+            ended = process is not None and process.exit_status is not None
+            if worker.process is not process or ended:
+                del traces.workers[worker]
+            elif worker in workers:
+                try:
+                    self.servers.pool.post(worker, call, timeout_s=limit)
+                except RequestFailed as failure:
+                    if traces.served.name not in str(failure):  # which names it as unknown
+                        logger.warning(f"an adapter stays on the engine {worker.url}: {failure}")
+                        continue
+                del traces.workers[worker]
+        if not traces.workers:
+            self._traces.remove(traces)
+            self._remove_folder(traces)
+
+    def _remove_folder(self, traces: Traces) -> None:
+        if traces.folder is not None and not self.servers.settings.keep_files:
+            shutil.rmtree(traces.folder, ignore_errors=True)
 
     @property
     def latest(self) -> int | None:
@@ -144,12 +169,24 @@ class AdapterTransport(WeightTransport):
 
     def restore(self, worker: Worker) -> None:
         assert self._latest is not None, "asked where there is a latest version"
+        self._unload_unused([worker])
+        for traces in self._traces:
+            if traces.served == self._latest.served:
+                traces.workers[worker] = worker.process
         self._load(worker, self._latest)
 
     def close(self) -> None:
         """Servers that others started go on without the run's adapters."""
-        external = [worker for worker in self.servers.pool.alive() if worker.process is None]
-        for adapter in [*self._older, *filter(None, [self._latest])]:
-            self._unload(external, adapter)
+        limit = min(CONTROL_S, self.servers.pool.health.timeout_s)
+        external = [
+            worker
+            for worker in self.servers.pool.workers
+            if worker.process is None
+            and (worker.alive or self.servers.pool.is_healthy(worker, limit))
+        ]
+        for traces in list(self._traces):
+            self._unload(traces, external)
+        for traces in self._traces:
+            self._remove_folder(traces)
         if self._temporary is not None:
             shutil.rmtree(self._temporary, ignore_errors=True)

@@ -193,6 +193,55 @@ def test_a_server_that_restarts_between_two_probes_gets_the_adapter(model: str, 
         assert adapters(servers[0]) == ["1"]
 
 
+def test_a_server_that_was_away_keeps_no_old_adapters(model: str) -> None:
+    with (
+        fake_servers(model, 2) as servers,
+        engine_of(
+            model, servers, transport="disk", synced=False, adapter=ADAPTER, probe_timeout_s=0.5
+        ) as engine,
+    ):
+        pool = engine.pool
+        assert pool is not None
+        engine.update_weights(factors(model, 1), 1)
+        servers[0].hung = True
+        wait_until(lambda: len(pool.ready()) == 1, "the server is out")
+        engine.update_weights(factors(model, 2), 2)
+        servers[0].hung = False
+        wait_until(lambda: len(pool.ready()) == 2, "the server is back")
+        assert [adapters(server) for server in servers] == [["2"]] * 2
+
+
+def test_an_adapter_that_could_not_be_unloaded_is_tried_again(model: str) -> None:
+    with (
+        fake_servers(model, 1) as servers,
+        engine_of(model, servers, transport="disk", synced=False, adapter=ADAPTER) as engine,
+    ):
+        (server,) = servers
+        engine.update_weights(factors(model, 1), 1)
+        server.refused["/unload_lora_adapter"] = 500, "busy"
+        engine.update_weights(factors(model, 2), 2)
+        assert adapters(server) == ["1", "2"]
+        loads = [body for path, body in server.seen if path == "/load_lora_adapter"]
+        folders = [Path(body["lora_path"]) for body in loads]
+        assert all(folder.exists() for folder in folders), "a server may still read it"
+        server.refused.clear()
+        engine.update_weights(factors(model, 3), 3)
+        assert adapters(server) == ["3"]
+        assert not any(folder.exists() for folder in folders)
+
+
+def test_an_update_that_fails_leaves_nothing(model: str) -> None:
+    """The server has loaded the adapter, and then does not say which version it has."""
+    with fake_servers(model, 1) as servers:
+        (server,) = servers
+        with engine_of(model, servers, transport="disk", synced=False, adapter=ADAPTER) as engine:
+            server.refused["/update_weight_version"] = 500, "busy"
+            with pytest.raises(RunError, match="loading an adapter failed on every engine"):
+                engine.update_weights(factors(model, 1), 1)
+            assert adapters(server) == ["1"]
+        assert not server.adapters
+
+
 def test_servers_that_do_not_know_a_module_refuse_it(model: str) -> None:
     def renamed() -> Iterator[tuple[str, torch.Tensor]]:
         return ((name.replace("q_proj", "query"), tensor) for name, tensor in factors(model, 1))
