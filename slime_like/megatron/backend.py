@@ -331,6 +331,8 @@ class MegatronBackend:
         engine.update_weights(weights, version)
         if self._merge_rounding is None or engine.weight_version != version:  # to be repeated
             return {}
+        if engine.takes_quantized and self._quantized_weights:
+            return {}  # what the engine has is rounded otherwise
         return self._merge_rounding.measure()
 
     def _start_adapter(self, path: str | None) -> dict[str, object]:

@@ -10,6 +10,7 @@ from benchmarks.parity.cells import sizes_of
 from benchmarks.parity.steps import parallel, settings
 from slime_like.megatron.backend import MegatronBackend
 from slime_like.megatron.lora import LoraNetwork
+from slime_like.megatron.lora import rounding as rounding_module
 from slime_like.megatron.lora.gather import gather_factors, set_factors
 from slime_like.megatron.lora.rounding import MergeRounding
 
@@ -18,6 +19,7 @@ STEP = 3e-4  # of a factor, from one version to the next
 
 def layouts(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str, Any]:
     """Each layout of arguments["layouts"]: {name: flags}; rank 0 writes what it found."""
+    rounding_module.BLOCK = 1000  # so that a weight has several blocks
     for name, flags in arguments["layouts"].items():
         with parallel(**sizes_of(flags)) as layout:
             config = settings(arguments["model"], f"--bf16 --lora-rank 3 --lora-alpha 6 {flags}")

@@ -3,12 +3,14 @@ were lost in it."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from slime_like.engines.base import RolloutEngine
 from slime_like.errors import RunError
+from slime_like.megatron.backend import MegatronBackend
 from slime_like.metrics.progress import Progress
 from slime_like.weight_sync.sync import ATTEMPTS, WeightSync
 
@@ -64,3 +66,24 @@ def test_every_update_may_be_checked() -> None:
 def test_an_update_that_never_arrives_ends_the_run() -> None:
     with pytest.raises(RunError, match=f"did not reach the engines in {ATTEMPTS} attempts"):
         sync_of(Engine(failures=9), always=False).sync(1)
+
+
+@pytest.mark.parametrize("quantized", [{}, {"model.weight": "fp8"}])
+def test_rounding_is_measured_where_the_engine_has_what_is_measured(
+    quantized: dict[str, str],
+) -> None:
+    measured = {"lora/merged_update_error": 0.5}
+    backend: Any = SimpleNamespace(
+        export_weights=lambda quantized: iter(()),
+        gpt=SimpleNamespace(mtp_num_layers=None),
+        _merge_rounding=SimpleNamespace(measure=lambda: measured),
+        _quantized_weights=quantized,
+    )
+    engine: Any = SimpleNamespace(
+        takes_adapter=False,
+        takes_quantized=True,
+        weight_version=1,
+        update_weights=lambda weights, version: None,
+    )
+    expected = {} if quantized else measured
+    assert MegatronBackend.sync_weights(backend, engine, 1) == expected
