@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 
@@ -11,6 +12,12 @@ from slime_like.config import Problem
 from slime_like.rewards.judge import key_of, parse_prompt, prompt_text
 
 JUDGE = "judge"
+_OWN_PARAMETERS = {  # of the request, and what to use in place
+    "messages": "--judge-prompt has the text",
+    "model": "use --judge-model",
+    "n": "one answer is read",
+    "stream": "the answer is read whole",
+}
 _HTTP = ("http://", "https://")
 
 
@@ -73,6 +80,11 @@ def check_judge(s: Settings) -> list[Problem]:
             judge.judge_score_range,
         ),
         ("judge_verdicts", lambda: _check_verdicts(judge.judge_verdicts), judge.judge_verdicts),
+        (
+            "judge_parameters",
+            lambda: _check_parameters(judge.judge_parameters),
+            judge.judge_parameters,
+        ),
     )
     for name, check, value in checks:
         try:
@@ -105,6 +117,14 @@ def _check_verdicts(verdicts: dict[str, object]) -> None:
     for word, reward in verdicts.items():
         if not word.strip() or isinstance(reward, bool) or not isinstance(reward, int | float):
             raise ValueError(f"{word!r}: {reward!r}: must be words with numbers")
+        if not math.isfinite(reward):
+            raise ValueError(f"{word!r}: {reward!r}: the numbers must be finite")
+
+
+def _check_parameters(parameters: dict[str, object]) -> None:
+    for name, instead in _OWN_PARAMETERS.items():
+        if name in parameters:
+            raise ValueError(f"must not have {name!r}: {instead}")
 
 
 SERVED_REWARD_RULES: tuple[Rule, ...] = (check_reward_server, check_judge)

@@ -118,14 +118,22 @@ def tool_names(row: Mapping[str, Any]) -> frozenset[str]:
 
 
 def rows(path: Path, server: str, max_steps: int | None) -> Iterator[dict[str, Any]]:
-    """Lines of --prompt-data. The agent sends all of NeMo Gym's row; the prompt is to be read."""
-    for line in path.read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
-        given = row["responses_create_params"]["input"]
-        last = given if isinstance(given, str) else given[-1]["content"]
-        prompt = last if isinstance(last, str) else json.dumps(last)
-        metadata = {ROW: {"server": server, "max_steps": max_steps, "row": row}}
-        yield {"prompt": prompt or "-", "label": "", "metadata": metadata}
+    """Lines of --prompt-data. The agent sends all of NeMo Gym's row; the prompt is to be read.
+    Raises ValueError for a line that is no such row."""
+    with path.open(encoding="utf-8") as lines:  # str.splitlines also splits within JSON's strings
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+                given = row["responses_create_params"]["input"]
+                last = given if isinstance(given, str) else given[-1]["content"]
+            except (ValueError, TypeError, LookupError) as error:
+                reason = f"{type(error).__name__}: {error}"
+                raise ValueError(f"{path}, line {number}: no row of NeMo Gym: {reason}") from None
+            prompt = last if isinstance(last, str) else json.dumps(last)
+            metadata = {ROW: {"server": server, "max_steps": max_steps, "row": row}}
+            yield {"prompt": prompt or "-", "label": "", "metadata": metadata}
 
 
 def main() -> None:
@@ -135,8 +143,11 @@ def main() -> None:
     parser.add_argument("--server", required=True, help="its resources server, http://host:port")
     parser.add_argument("--max-steps", type=int, help="most answers of an episode")
     arguments = parser.parse_args()
-    for row in rows(arguments.file, arguments.server.rstrip("/"), arguments.max_steps):
-        sys.stdout.write(json.dumps(row) + "\n")
+    try:
+        for row in rows(arguments.file, arguments.server.rstrip("/"), arguments.max_steps):
+            sys.stdout.write(json.dumps(row) + "\n")
+    except (OSError, ValueError) as error:
+        sys.exit(str(error))
 
 
 if __name__ == "__main__":

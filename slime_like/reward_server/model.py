@@ -41,6 +41,11 @@ class RewardModel:
             raise RunError(f"{folder} is no reward model: its weights have no {missing[0]}")
         if model.config.num_labels != 1:
             raise RunError(f"{folder} has {model.config.num_labels} labels; a reward model has one")
+        if not hasattr(model, "score"):  # encoders have a classifier, of their first token
+            raise RunError(
+                f"{folder} is a {type(model).__name__}, without the score layer of a decoder; "
+                "serve one that --loss-type rm_loss has trained, or another with one label"
+            )
         self._model = model.eval().to(device)
         self._device = device
         config = model.config.get_text_config()

@@ -38,7 +38,8 @@ class RewardModelClient:
         self._server = server
         self._answers = AnsweredOnce(server, args.rm_cache_size, self._read)
         if "hf_checkpoint" in args.settings:
-            _compare_tokenizers(url, str(args.hf_checkpoint))
+            trust = "trust_remote_code" in args.settings and bool(args.trust_remote_code)
+            _compare_tokenizers(url, str(args.hf_checkpoint), trust)
 
     async def score(self, args: RewardArgs, sample: SlimeSample) -> float:
         """The score of prompt and response. Raises RuntimeError if there is none."""
@@ -87,14 +88,14 @@ def classify_url(url: str) -> str:
     return url if parts.path.strip("/") else urlunsplit(parts._replace(path=CLASSIFY))
 
 
-def _compare_tokenizers(url: str, folder: str) -> None:
+def _compare_tokenizers(url: str, folder: str, trust_remote_code: bool) -> None:
     """Raise ValueError if the server makes other tokens of a text than the policy does. Tokens of
     another vocabulary would be graded without any sign of it."""
     from transformers import AutoTokenizer
 
     parts = urlsplit(url)
     probe_url = urlunsplit(parts._replace(path=f"{parts.path.rpartition('/')[0]}/tokenize"))
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     local = tokenizer(PROBE, add_special_tokens=False)["input_ids"]
     probe = PROBE
     if tokenizer.decode(local) != PROBE:  # what a vocabulary lacks, loaders drop or mark

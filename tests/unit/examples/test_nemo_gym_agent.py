@@ -4,8 +4,10 @@ the package itself."""
 from __future__ import annotations
 
 import json
+import runpy
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from threading import Thread
 from typing import Any
 
@@ -122,3 +124,20 @@ def test_a_server_that_fails_loses_the_episode(resources: Resources, path: str) 
     sample = played(resources, Engine("2"))
     assert sample.status == SampleStatus.ABORTED
     assert f"{path} answered 500" in sample.metadata["failure"]
+
+
+def test_lines_are_json_rows(tmp_path: Path) -> None:
+    """Characters that str.splitlines takes for ends of lines, blank lines, and a line that is none."""
+    module = runpy.run_path(str(AGENT))
+    file = tmp_path / "rows.jsonl"
+    texts = ["a\u2028b\x85c", "second"]
+    written = [
+        json.dumps({"responses_create_params": {"input": text}}, ensure_ascii=False)
+        for text in texts
+    ]
+    file.write_text("\n\n".join(written) + "\n\n", encoding="utf-8")
+    assert [row["prompt"] for row in module["rows"](file, "http://h", None)] == texts
+    for wrong in ("{", "[]", "{}", '{"responses_create_params": {"input": []}}'):
+        file.write_text(f"{written[1]}\n\n{wrong}\n", encoding="utf-8")
+        with pytest.raises(ValueError, match="line 3: no row of NeMo Gym"):
+            list(module["rows"](file, "http://h", None))

@@ -12,9 +12,9 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification
 
-from slime_like.cli.tiny_model import character_tokenizer, save_model
+from slime_like.cli.tiny_model import character_tokenizer, make_tokenizer, save_model
 from slime_like.errors import RunError
 from slime_like.function_args import FunctionArgs
 from slime_like.reward_server.model import RewardModel
@@ -42,8 +42,9 @@ def texts(count: int) -> list[list[int]]:
     return [[drawn.randrange(5, 90) for _ in range(drawn.randrange(2, 60))] for _ in range(count)]
 
 
-def grader(url: str, policy: Path | None = None, **more: Any) -> Grader:
-    settings = FunctionArgs({} if policy is None else {"hf_checkpoint": str(policy)})
+def grader(url: str, policy: Path | None = None, trust: bool = False, **more: Any) -> Grader:
+    of_model = {"hf_checkpoint": str(policy), "trust_remote_code": trust}
+    settings = FunctionArgs({} if policy is None else of_model)
     more = {"rm_timeout_s": 100.0, "rm_cache_size": 1000, **more}
     return Grader(rm_type="reward_model", rm_url=url, settings=settings, **more)
 
@@ -86,6 +87,46 @@ def test_another_tokenizer_stops_the_run(tmp_path: Path) -> None:
         pytest.raises(RunError, match="has another tokenizer than the policy"),
     ):
         g.grade([sample(0, [5, 6])])
+
+
+def test_a_tokenizer_with_code_of_its_own(server: Server, tmp_path: Path) -> None:
+    """Is loaded where --trust-remote-code allows it."""
+    tokenizer = character_tokenizer(
+        ["<e>", "<u>", *map(chr, range(32, 127))], eos_token="<e>", unk_token="<u>"
+    )
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "own.py").write_text(
+        "from transformers import PreTrainedTokenizerFast\n\n\n"
+        "class Own(PreTrainedTokenizerFast):\n    pass\n"
+    )
+    file = tmp_path / "tokenizer_config.json"
+    named = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": [None, "own.Own"]}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | named))
+
+    def answer(body: dict[str, Any], n: int) -> tuple[int, bytes]:
+        if "prompt" in body:
+            ids = tokenizer(body["prompt"], add_special_tokens=False)["input_ids"]
+            return 200, json.dumps({"tokens": ids}).encode()
+        return 200, b'{"embedding": [2.5]}'
+
+    server.answer = answer
+    url = f"http://127.0.0.1:{server.server_port}"
+    with grader(url, policy=tmp_path, trust=True) as g:
+        (graded,) = g.grade([sample(0, [5, 6])])
+    assert graded.reward == 2.5 and "prompt" in server.requests[0]
+
+
+def test_an_encoder_is_no_reward_model(tmp_path: Path) -> None:
+    """Its head reads another token, by another name: each request would fail."""
+    tokenizer = make_tokenizer()
+    config = BertConfig(
+        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=2, num_labels=1,
+    )  # fmt: skip
+    BertForSequenceClassification(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(RunError, match="is a BertForSequenceClassification, without the score"):
+        RewardModel(tmp_path, torch.float32, torch.device("cpu"))
 
 
 def test_a_policy_is_no_reward_model(tmp_path: Path) -> None:
