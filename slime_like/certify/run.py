@@ -17,7 +17,6 @@ import torch.distributed as dist
 import transformers
 from torch import Tensor
 from transformers import AutoConfig
-from transformers.initialization import no_init_weights
 
 from arguments.hf.quantization import folder_quantization
 from slime_like.certify.causes import Cause
@@ -33,7 +32,7 @@ from slime_like.engines.base import GenerateOutput, GenerateRequest, RolloutEngi
 from slime_like.engines.local.engine import LocalEngine, remove_tower
 from slime_like.engines.local.weight_loader import WeightSlots
 from slime_like.errors import RunError
-from slime_like.hf_class import class_for_text
+from slime_like.hf_class import class_for_text, uninitialised_weights
 from slime_like.logs import warn_rank_0
 from slime_like.megatron.backend import MegatronBackend
 from slime_like.megatron.micro_batching import MicroBatchSize
@@ -372,7 +371,7 @@ def synced_model(
         del config.quantization_config
     if "lm_head.weight" in weights:
         config.tie_word_embeddings = False
-    with no_init_weights():
+    with uninitialised_weights():
         model = class_for_text(config).from_config(
             config,
             dtype=dtype,

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from slime_like.hf_class import uninitialised_weights
 from slime_like.images.inputs import ImageInputs
 from slime_like.images.settings import VisionSettings
 
@@ -64,7 +65,6 @@ def _flat(features: Tensor | Sequence[Tensor]) -> Tensor:
 
 def _model_without_text(settings: VisionSettings) -> Any:
     from transformers import CONFIG_MAPPING, AutoModel
-    from transformers.initialization import no_init_weights
 
     given = json.loads(settings.config)
     given.pop("quantization_config", None)  # weights are dequantised when they are read
@@ -74,7 +74,7 @@ def _model_without_text(settings: VisionSettings) -> Any:
     text.vocab_size = 1
     text.num_hidden_layers = 0
     text.pad_token_id = None
-    with no_init_weights():
+    with uninitialised_weights():
         model = AutoModel.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
     del model.language_model
     return model.eval()

@@ -17,7 +17,6 @@ from collections.abc import Collection, Iterator, Sequence
 import torch
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
-from transformers.initialization import no_init_weights
 
 from arguments.hf.model import read_hf_model
 from arguments.hf.settings_file import generation_end_ids
@@ -26,7 +25,7 @@ from slime_like.engines.local.adapter import LocalAdapter
 from slime_like.engines.local.batcher import Batcher
 from slime_like.engines.local.decoder import Decoder
 from slime_like.engines.local.weight_loader import WeightSlots
-from slime_like.hf_class import class_for_images, class_for_text
+from slime_like.hf_class import class_for_images, class_for_text, uninitialised_weights
 from slime_like.images.processor import ImageProcessor
 from slime_like.weights.safetensors_reader import WeightFiles
 from slime_like.weights.untrained import untrained_weights
@@ -79,7 +78,7 @@ class LocalEngine(RolloutEngine):
             del config.quantization_config
         # no random initialisation: every weight is synced later
         model_class = class_for_text(config) if images is None else class_for_images(config)
-        with no_init_weights(), torch.device(device):
+        with uninitialised_weights(), torch.device(device):
             model = model_class.from_config(
                 config, dtype=dtype, trust_remote_code=trust_remote_code
             )
