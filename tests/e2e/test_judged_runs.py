@@ -9,6 +9,7 @@ from tests.e2e.helpers import Workspace, rows_of
 from tests.e2e.programs import TrainServer
 from tests.unit.rewards.test_judge import prompt_of, said
 from tests.unit.rewards.test_remote import Server
+from tests.unit.rewards.test_remote import server as judge  # noqa: F401
 
 KEY = "sk-very-secret-9876543210"
 
