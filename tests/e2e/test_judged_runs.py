@@ -1,5 +1,7 @@
 """Runs whose rewards are a judge's, against a server with OpenAI's protocol on this machine."""
 
+# ruff: noqa: F811 (a fixture that is imported)
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -59,5 +61,5 @@ def test_a_judge_without_a_score_ends_the_run(
     hook = f"tests.e2e.faults:set_variable JUDGE_KEY {KEY}"
     done = server.train(judged(work, judge, tmp_path), tmp_path / "log", hook=hook)
     assert done.status != 0
-    assert "--max-failed-samples" in done.err and "judge" in done.err
+    assert "--max-failed-samples" in done.err and "gave no score" in done.err
     assert rows_of(tmp_path) == []
