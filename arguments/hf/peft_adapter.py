@@ -11,6 +11,7 @@ from slime_like.text import shown
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
+PEFT_PREFIX = "base_model.model."  # of the names of tensors
 # key -> values without effect; any other value would change the result and is rejected
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "fan_in_fan_out": (False,),

@@ -28,8 +28,7 @@ from slime_like.certify.causes import (
 from slime_like.certify.layered import LayeredModel
 
 Modules = Sequence[torch.nn.Module]
-# modules with frequencies of rope, by their buffers' names
-Frequencies = Sequence[tuple[Tensor, Tensor]]  # and what they are now
+Frequencies = Sequence[tuple[Tensor, Tensor]]  # buffers of rope, and what they are now
 
 
 class ModelCauses:
@@ -139,9 +138,8 @@ class ModelCauses:
             modules = self._with(name, bool)
             changes = tuple((module, name, not getattr(module, name)) for module in modules)
             yield Change("setting", f"{name} is the opposite", attributes=changes)
-        for module in self._with("norm_topk_prob", bool)[:1]:
-            modules = self._with("norm_topk_prob", bool)
-            value = not module.norm_topk_prob
+        if modules := self._with("norm_topk_prob", bool):
+            value = not modules[0].norm_topk_prob
             changes = tuple((m, "norm_topk_prob", value) for m in modules)
             text = f"norm_topk_prob is {value}"
             yield Change("router normalisation", text, attributes=changes)

@@ -8,7 +8,6 @@ update: the planned tensors are read like a folder's (weights/quantized.py).
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping
@@ -24,7 +23,7 @@ from arguments.hf.quantization import read_quantization
 from slime_like.checkpoints.files import read_json
 from slime_like.config import ConfigError, Problem
 from slime_like.conversion.network import Advance, Converted
-from slime_like.conversion.shards import plan_text, write_shards
+from slime_like.conversion.shards import write_shards
 from slime_like.weights.export_plan import TensorPlan
 from slime_like.weights.hf_save import complete_folder
 from slime_like.weights.quantized import (
@@ -324,8 +323,6 @@ def quantize_folder(
     attempt."""
     folder = Path(output)
     shards = plan_shards((plan for _, plan in copy.tensors.values()), max_shard_bytes)
-    config = json.dumps(copy.config, sort_keys=True)
-    content = weights_digest(source) + config + plan_text(shards)
 
     def complete(partial: Path) -> None:
         complete_folder(partial, folder, Path(source), shards, quantization=copy.config)
@@ -333,7 +330,7 @@ def quantize_folder(
     kept = write_shards(
         folder,
         shards,
-        hashlib.sha256(content.encode()).hexdigest(),
+        weights_digest(source) + json.dumps(copy.config, sort_keys=True),
         copy.stream,
         complete,
         workers=workers,

@@ -7,6 +7,7 @@ by the next attempt.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +29,7 @@ PARTIAL = ".partial"
 def write_shards(
     folder: Path,
     shards: Sequence[ShardPlan],
-    identity: str,
+    origin: str,
     stream: Callable[[ShardPlan], Iterator[tuple[str, Tensor]]],
     complete: Callable[[Path], None],
     *,
@@ -40,13 +41,14 @@ def write_shards(
     rank.
 
     Args:
-        identity: Fingerprint of everything that determines the bytes of the output.
+        origin: Fingerprint of everything but the files that determines the bytes of the output.
         stream: Yields a file's tensors in order.
         complete: Turns the folder of all files, next to the output, into the output. Called by
             rank 0.
         advance: Called with the bytes of each step, from any thread.
     """
     partial = folder.with_name(f".{folder.name}{PARTIAL}")
+    identity = hashlib.sha256((origin + _plan_text(shards)).encode()).hexdigest()
     kept = from_rank_zero(lambda: _prepare(partial, shards, identity))
     rank = dist.get_rank() if dist.is_initialized() else 0
     world = dist.get_world_size() if dist.is_initialized() else 1
@@ -71,8 +73,8 @@ def write_shards(
     return len(kept)
 
 
-def plan_text(shards: Sequence[ShardPlan]) -> str:
-    """The files with their tensors, as a part of `identity`."""
+def _plan_text(shards: Sequence[ShardPlan]) -> str:
+    """The files with their tensors."""
     plan = []
     for shard in shards:
         tensors = [(t.name, t.shape, str(t.dtype)) for t in shard.tensors]

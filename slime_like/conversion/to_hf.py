@@ -7,7 +7,6 @@ checkpoint.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import groupby
@@ -20,7 +19,7 @@ from slime_like.checkpoints.files import hash_file
 from slime_like.checkpoints.manifest import MANIFEST, describe
 from slime_like.config import ConfigError, Problem
 from slime_like.conversion.network import Advance, Converted, MetaNetwork
-from slime_like.conversion.shards import plan_text, write_shards
+from slime_like.conversion.shards import write_shards
 from slime_like.distributed.collectives import from_rank_zero
 from slime_like.megatron.checkpoint.tensors import CheckpointTensors
 from slime_like.weights.export_plan import DEFAULT_BUCKET_BYTES, Parameter, TensorPlan
@@ -145,7 +144,6 @@ def convert_to_hf(
     folder = Path(output)
     from_rank_zero(lambda: check_folders(folder, Path(template)))
     shards = plan_shards((planned for _, planned in source.tensors.values()), max_shard_bytes)
-    content = hash_file(checkpoint / MANIFEST).sha256 + plan_text(shards)
 
     def complete(partial: Path) -> None:
         task = "ForTokenClassification"  # it has a bias
@@ -154,7 +152,7 @@ def convert_to_hf(
     kept = write_shards(
         folder,
         shards,
-        hashlib.sha256(content.encode()).hexdigest(),
+        hash_file(checkpoint / MANIFEST).sha256,
         source.stream,
         complete,
         workers=workers,

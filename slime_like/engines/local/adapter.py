@@ -7,9 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from arguments.hf.peft_adapter import PEFT_PREFIX
 from slime_like.text import list_names
-
-PREFIX = "base_model.model."  # of PEFT's names
 
 
 class LocalAdapter:
@@ -34,7 +33,7 @@ class LocalAdapter:
                 Raised after all are read, because they may come from collectives that every rank
                 has to finish; the adapter is then the one before.
         """
-        found = {name.removeprefix(PREFIX): tensor for name, tensor in factors}
+        found = {name.removeprefix(PEFT_PREFIX): tensor for name, tensor in factors}
         modules = sorted({name.rpartition(".lora_")[0] for name in found})
         loaded: dict[torch.nn.Module, tuple[Tensor, Tensor]] = {}
         wrong = []

@@ -17,6 +17,7 @@ from arguments.hf.model import read_hf_model
 from arguments.hf.peft_adapter import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
+    PEFT_PREFIX,
     PeftAdapter,
     adapter_config,
     read_adapter_config,
@@ -25,7 +26,7 @@ from slime_like.checkpoints.files import sync_path
 from slime_like.distributed.collectives import from_rank_zero, together
 from slime_like.megatron.lora.gather import gather_factors, set_factors
 from slime_like.megatron.lora.network import LoraNetwork
-from slime_like.megatron.lora.targets import PEFT_PREFIX, peft_name
+from slime_like.megatron.lora.targets import peft_name
 from slime_like.weights.families import EMBEDDING, LM_HEAD, model_families
 from slime_like.weights.hf_save import check_replaceable, replace_folder
 from slime_like.weights.mappings import VocabParallel

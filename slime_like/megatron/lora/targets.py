@@ -14,13 +14,13 @@ from collections.abc import Iterator
 from collections.abc import Mapping as MappingOf
 from dataclasses import dataclass
 
+from arguments.hf.peft_adapter import PEFT_PREFIX
 from slime_like.megatron.lora.config import LoraSpec
 from slime_like.weights.families import LM_HEAD, OUTPUT_LAYER
 from slime_like.weights.mappings import Mapping, Sizes, VocabParallel
 from slime_like.weights.parameter_map import expert_number
 
 HEAD = OUTPUT_LAYER
-PEFT_PREFIX = "base_model.model."  # of the names of tensors in PEFT's files
 
 
 def peft_name(factor: str) -> str:

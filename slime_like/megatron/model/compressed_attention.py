@@ -35,20 +35,16 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import (
-    ensure_metadata_has_dp_cp_group,
-    make_sharded_tensors_for_checkpoint,
-    sharded_state_dict_default,
-)
 from torch import Tensor
 
 from slime_like.megatron.model.hyper_connections import INITIAL_STD, StreamsHead
 from slime_like.megatron.model.ngram_memory import in_order
+from slime_like.megatron.model.norms import rms_norm
+from slime_like.megatron.model.own_parameters import parameter_device, sharded_state
 from slime_like.megatron.ops.attention import PackedRows
 from slime_like.megatron.ops.compressed_attention import (
     compressed,
     compressed_attention,
-    frequencies,
     select_entries,
     turned,
 )
@@ -63,33 +59,14 @@ if TYPE_CHECKING:
 OUTPUT = "output_weight"  # sharded over groups, along dimension 0
 
 
-def _device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def _normed(x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
-    """RMSNorm in float32 or wider; the weight, if any, is applied before rounding."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    normed = F.rms_norm(wide, x.shape[-1:], eps=epsilon)
-    return (normed if weight is None else weight.to(wide.dtype) * normed).to(x.dtype)
-
-
 class Rotation:
     """Cosines and sines of the positions of one pass, [positions, pairs], in the dtype of
     activations, as transformers has them."""
 
-    def __init__(self, config: TransformerConfig, *, plain: bool, longest: int, like: Tensor):
-        """
-        Args:
-            plain: That of layers with a window alone, which has its own base and no YaRN.
-            like: Activations.
-        """
-        base = config.window_rotary_base if plain else config.entry_rotary_base
-        turns = frequencies(config.rotary_width, base, None if plain else config.entry_yarn)
-        positions = torch.arange(longest, dtype=torch.float32)
-        angles = torch.outer(positions, turns).to(like.device)
-        self.cosines = angles.cos().to(like.dtype)
-        self.sines = angles.sin().to(like.dtype)
+    def __init__(self, angles: Tensor, dtype: torch.dtype) -> None:
+        """angles: Of `EntryTables`."""
+        self.cosines = angles.cos().to(dtype)
+        self.sines = angles.sin().to(dtype)
 
     def turn(self, x: Tensor, places: Tensor, *, back: bool = False) -> Tensor:
         """Turn [n, heads, d] by positions [n]."""
@@ -127,13 +104,13 @@ class Compressor(torch.nn.Module):
             small = torch.promote_types(small, torch.float32)
         matrices = {
             name: torch.zeros(
-                width, config.hidden_size, dtype=config.params_dtype, device=_device()
+                width, config.hidden_size, dtype=config.params_dtype, device=parameter_device()
             )
             for name in ("kv_weight", "gate_weight")
         }
         others = {
-            "position_bias": torch.zeros(rate, width, dtype=small, device=_device()),
-            "norm_weight": torch.ones(dim, dtype=small, device=_device()),
+            "position_bias": torch.zeros(rate, width, dtype=small, device=parameter_device()),
+            "norm_weight": torch.ones(dim, dtype=small, device=parameter_device()),
         }
         for name, tensor in (matrices | others).items():
             if not trained:
@@ -158,7 +135,7 @@ class Compressor(torch.nn.Module):
             )
         vectors, scores = of_all_ranks(both, packed, self.groups).chunk(2, -1)
         made = compressed(vectors, scores, self.position_bias, entries, overlap=self.overlap)
-        made = _normed(made, self.norm_weight, self.config.layernorm_epsilon)
+        made = rms_norm(made, self.norm_weight, self.config.layernorm_epsilon)
         return rotation.turn(made.unsqueeze(1), entries.places)
 
 
@@ -321,7 +298,7 @@ class CompressedAttention(MegatronModule):
 
     def _make_parameters(self) -> None:
         config = self.config
-        like: dict[str, Any] = {"dtype": config.params_dtype, "device": _device()}
+        like: dict[str, Any] = {"dtype": config.params_dtype, "device": parameter_device()}
         whole = {
             "query_down_weight": torch.zeros(config.q_lora_rank, config.hidden_size, **like),
             "query_norm_weight": torch.ones(config.q_lora_rank, **like),
@@ -357,15 +334,14 @@ class CompressedAttention(MegatronModule):
             packed.entries = compressed_tables(packed, self.config)
         tables: EntryTables = packed.entries
         hidden = hidden_states.squeeze(1)
-        rotation = Rotation(
-            self.config, plain=not self.rate, longest=max(packed.lengths), like=hidden
-        )
+        of_windows, of_entries = tables.angles
+        rotation = Rotation(of_entries if self.rate else of_windows, hidden.dtype)
         epsilon = self.config.layernorm_epsilon
         latent = F.linear(hidden, self.query_down_weight)
-        latent = _normed(latent, self.query_norm_weight, epsilon)
+        latent = rms_norm(latent, self.query_norm_weight, epsilon)
         query, _bias = self.linear_q_up_proj(latent.unsqueeze(1))
         query = query.squeeze(1).unflatten(1, (-1, self.dim))
-        query = rotation.turn(_normed(query, None, epsilon), tables.places)
+        query = rotation.turn(rms_norm(query, None, epsilon), tables.places)
         keys = self._keys(hidden, packed, tables, rotation)
         selected = None
         if self.indexer is not None and max(packed.lengths) // self.rate > self.config.entry_topk:
@@ -386,7 +362,7 @@ class CompressedAttention(MegatronModule):
         """[T + P, 1, d], of tokens and of entries, as this rank's heads use them: backward sums
         gradients over the tensor-parallel ranks."""
         keys = F.linear(hidden, self.kv_weight)
-        keys = _normed(keys, self.kv_norm_weight, self.config.layernorm_epsilon).unsqueeze(1)
+        keys = rms_norm(keys, self.kv_norm_weight, self.config.layernorm_epsilon).unsqueeze(1)
         if self.config.sequence_parallel:
             keys = gather_from_sequence_parallel_region(keys, group=self.tp_group)
         else:
@@ -404,22 +380,7 @@ class CompressedAttention(MegatronModule):
         metadata: dict[str, object] | None = None,
     ) -> dict[str, object]:
         """As for megatron-core's modules."""
-        metadata = ensure_metadata_has_dp_cp_group(metadata)
-        parameters: dict[str, object] = {}
-        self._save_to_state_dict(parameters, "", keep_vars=True)
-        state: dict[str, object] = make_sharded_tensors_for_checkpoint(
-            parameters,
-            prefix,
-            {OUTPUT: 0},
-            sharded_offsets,
-            tp_group=self.tp_group,
-            dp_cp_group=metadata["dp_cp_group"],
-        )
-        for name, module in self.named_children():
-            state |= sharded_state_dict_default(
-                module, f"{prefix}{name}.", sharded_offsets, metadata, tp_group=self.tp_group
-            )
-        return state
+        return sharded_state(self, {OUTPUT: 0}, prefix, sharded_offsets, metadata)
 
 
 def use_compressed_attention(block: TransformerBlockSubmodules) -> None:

@@ -21,13 +21,9 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import (
-    ensure_metadata_has_dp_cp_group,
-    make_sharded_tensors_for_checkpoint,
-    sharded_state_dict_default,
-)
 from torch import Tensor
 
+from slime_like.megatron.model.own_parameters import parameter_device, sharded_state
 from slime_like.megatron.ops.attention import PackedRows
 from slime_like.megatron.ops.context_parallel import columns_for_rows, rows_for_columns
 from slime_like.megatron.ops.delta_rule import DeltaRows, causal_conv, delta_rule, fla_rule
@@ -97,7 +93,7 @@ class DeltaNet(MegatronModule, ABC):
             **linear,
         )
         # the tracked generator, which differs between tensor-parallel ranks, is that of the device
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        device = parameter_device()
         for name, tensor in self._make_parameters(device):
             self.register_parameter(name, torch.nn.Parameter(tensor))
         for name in self.sharded():
@@ -219,22 +215,8 @@ class DeltaNet(MegatronModule, ABC):
         metadata: dict[str, object] | None = None,
     ) -> dict[str, object]:
         """As for megatron-core's modules."""
-        metadata = ensure_metadata_has_dp_cp_group(metadata)
-        parameters: dict[str, object] = {}
-        self._save_to_state_dict(parameters, "", keep_vars=True)
-        state: dict[str, object] = make_sharded_tensors_for_checkpoint(
-            parameters,
-            prefix,
-            dict.fromkeys(self.sharded(), 0),
-            sharded_offsets,
-            tp_group=self.tp_group,
-            dp_cp_group=metadata["dp_cp_group"],
-        )
-        for name, module in self.named_children():
-            state |= sharded_state_dict_default(
-                module, f"{prefix}{name}.", sharded_offsets, metadata, tp_group=self.tp_group
-            )
-        return state
+        sharded = dict.fromkeys(self.sharded(), 0)
+        return sharded_state(self, sharded, prefix, sharded_offsets, metadata)
 
 
 class GatedDeltaNet(DeltaNet):

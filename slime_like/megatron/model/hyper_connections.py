@@ -17,6 +17,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
+from slime_like.megatron.model.norms import rms_norm
+from slime_like.megatron.model.own_parameters import parameter_device
 from slime_like.megatron.ops.hyper_connections import (
     SCALES,
     mean_of_streams,
@@ -44,7 +46,7 @@ class HyperConnection(torch.nn.Module, ABC):
         self.config = config
         self.streams = config.residual_streams
         self.channels = self.streams * config.hidden_size
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        device = parameter_device()
         like = {"dtype": config.params_dtype, "device": device}
         for name, tensor in self.make_parameters(like).items():
             parameter = torch.nn.Parameter(tensor)
@@ -145,7 +147,7 @@ class StreamsHead(torch.nn.Module):
         super().__init__()
         self.config, self.eps = config, eps
         streams = config.residual_streams
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        device = parameter_device()
         like: dict[str, Any] = {"dtype": config.params_dtype, "device": device}
         tensors = {
             "weight": torch.ones(hidden_size, **like),
@@ -169,9 +171,7 @@ class StreamsHead(torch.nn.Module):
             norm_epsilon=self.config.layernorm_epsilon,
             epsilon=self.config.sinkhorn_epsilon,
         )
-        wide = summed.to(torch.promote_types(summed.dtype, torch.float32))
-        normed = F.rms_norm(wide, wide.shape[-1:], eps=self.eps)
-        return (self.weight.to(wide.dtype) * normed).to(summed.dtype)
+        return rms_norm(summed, self.weight, self.eps)
 
 
 def _without_residual(

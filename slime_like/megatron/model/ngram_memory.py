@@ -21,6 +21,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from slime_like.megatron.model.hyper_connections import INITIAL_STD
+from slime_like.megatron.model.own_parameters import parameter_device
 from slime_like.megatron.ops.attention import PackedRows
 from slime_like.megatron.ops.context_parallel import columns_for_rows, gather_rows, rows_for_columns
 from slime_like.megatron.ops.ngrams import NgramRows, dilated_conv, ngram_rows, recall, table_rows
@@ -59,7 +60,7 @@ class NgramMemory(MegatronModule):
             tp_group=groups.tp,
         )
         self.table.weight.is_embedding_or_output_parameter = True  # not for Muon
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        device = parameter_device()
         like = {"dtype": config.params_dtype, "device": device}
         for name, tensor in self._make_parameters(like).items():
             parameter = torch.nn.Parameter(tensor)

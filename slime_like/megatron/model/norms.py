@@ -31,6 +31,13 @@ WithBias = tuple[Tensor, Tensor | None]
 BiasDropoutAdd = Callable[[bool, bool], Callable[[WithBias, Tensor, float], Tensor]]
 
 
+def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float) -> Tensor:
+    """RMSNorm in float32 or wider; the weight, if any, is applied before rounding."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    normed = F.rms_norm(wide, x.shape[-1:], eps=epsilon)
+    return (normed if weight is None else weight.to(wide.dtype) * normed).to(x.dtype)
+
+
 class RMSNorm(torch.nn.Module):
     """RMSNorm computed in float32 or wider, as in transformers. Under sequence parallelism a rank
     has some of the rows, and megatron-core sums the gradient of weights marked `sequence_parallel`.

@@ -30,6 +30,9 @@ class EntryTables:
 
     places: Tensor  # [T / cp] int64, position of each row of this rank within its sequence
     by_rate: tuple[EntryRows, ...]
+    # how far each position turns the pairs of a head [positions, pairs], float32: in layers with a
+    # window alone, and in those with entries
+    angles: tuple[Tensor, ...] = ()
 
     def of_rate(self, rate: int) -> EntryRows:
         """The entries of so many tokens each."""
@@ -38,5 +41,7 @@ class EntryTables:
     def on(self, device: torch.device) -> EntryTables:
         """A copy there."""
         return EntryTables(
-            self.places.to(device), tuple(entries.on(device) for entries in self.by_rate)
+            self.places.to(device),
+            tuple(entries.on(device) for entries in self.by_rate),
+            tuple(angles.to(device) for angles in self.angles),
         )

@@ -46,6 +46,19 @@ def sinkhorn(logits: Tensor, iterations: int, epsilon: float) -> Tensor:
     return weights
 
 
+def _scores(wide: Tensor, weight: Tensor, norm_epsilon: float) -> Tensor:
+    """[T, N, H] -> [T, n]: products of the normalised streams of a token and the weight [n, N H].
+    wide: in float32 or wider."""
+    flat = wide.flatten(1)
+    norm = torch.rsqrt(flat.square().mean(-1, keepdim=True) + norm_epsilon)
+    return F.linear(flat, weight.to(wide.dtype)) * norm
+
+
+def _weighted_sum(wide: Tensor, weights: Tensor) -> Tensor:
+    """[T, N, H] and [T, N] -> [T, 1, H]."""
+    return (weights.unsqueeze(-1) * wide).sum(1, keepdim=True)
+
+
 def _read(
     streams: Tensor,
     weight: Tensor,
@@ -59,17 +72,13 @@ def _read(
     number = streams.size(1)
     dtype = torch.promote_types(streams.dtype, torch.float32)
     wide = streams.to(dtype)
-    flat = wide.flatten(1)
-    norm = torch.rsqrt(flat.square().mean(-1, keepdim=True) + norm_epsilon)
-    scores = F.linear(flat, weight.to(dtype)) * norm
+    scores = _scores(wide, weight, norm_epsilon)
     sizes = (number, number, number * number)
     parts = zip(scores.split(sizes, -1), scale.to(dtype), base.to(dtype).split(sizes), strict=True)
     reading, writing, mixing = (score * factor + bias for score, factor, bias in parts)
-    reading = reading.sigmoid() + epsilon
     mixing = sinkhorn(mixing.unflatten(-1, (number, number)), iterations, epsilon)
-    collapsed = (reading.unsqueeze(-1) * wide).sum(1, keepdim=True)
     return (
-        collapsed.to(streams.dtype),
+        _weighted_sum(wide, reading.sigmoid() + epsilon).to(streams.dtype),
         (2 * writing.sigmoid()).to(streams.dtype),
         mixing.to(streams.dtype),
     )
@@ -205,11 +214,9 @@ def _sum(
 ) -> Tensor:
     """See `sum_of_streams`."""
     dtype = torch.promote_types(streams.dtype, torch.float32)
-    flat = streams.to(dtype).flatten(1)
-    norm = torch.rsqrt(flat.square().mean(-1, keepdim=True) + norm_epsilon)
-    scores = F.linear(flat, weight.to(dtype)) * norm
+    scores = _scores(streams.to(dtype), weight, norm_epsilon)
     reading = (scores * scale.to(dtype) + base.to(dtype)).sigmoid() + epsilon
-    return (reading.unsqueeze(-1) * streams.to(dtype)).sum(1, keepdim=True).to(streams.dtype)
+    return _weighted_sum(streams.to(dtype), reading).to(streams.dtype)
 
 
 def spread(hidden: Tensor, streams: int) -> Tensor:

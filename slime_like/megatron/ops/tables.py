@@ -3,11 +3,14 @@ sequences, which the host knows when it packs them: made there, they cost no wai
 
 from __future__ import annotations
 
+import dataclasses
+
+import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from slime_like.megatron.ops.attention import PackedRows
-from slime_like.megatron.ops.compressed_attention import entry_tables
+from slime_like.megatron.ops.compressed_attention import entry_tables, frequencies
 from slime_like.megatron.ops.delta_rule import CHANNEL_CHUNK, CHUNK, DeltaRows, delta_rows
 from slime_like.megatron.ops.entries import EntryTables
 from slime_like.megatron.ops.image_blocks import image_blocks
@@ -44,6 +47,15 @@ def delta_tables(rows: PackedRows, config: TransformerConfig) -> DeltaRows:
 
 
 def compressed_tables(rows: PackedRows, config: TransformerConfig) -> EntryTables:
-    """The entries of a network's compressed attentions."""
+    """The entries and the rotary embeddings of a network's compressed attentions."""
     rates = sorted({rate for rate in config.entry_rates if rate})
-    return entry_tables(rows, rates).on(rows.cu_seqlens_q.device)
+    positions = torch.arange(max(rows.lengths), dtype=torch.float32)
+    angles = (
+        torch.outer(positions, frequencies(config.rotary_width, config.window_rotary_base, None)),
+        torch.outer(
+            positions,
+            frequencies(config.rotary_width, config.entry_rotary_base, config.entry_yarn),
+        ),
+    )
+    tables = dataclasses.replace(entry_tables(rows, rates), angles=angles)
+    return tables.on(rows.cu_seqlens_q.device)
