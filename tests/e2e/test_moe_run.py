@@ -156,6 +156,7 @@ def test_the_routes_of_servers_are_replayed(
         "update_weight_buffer_size": 10000,
     }  # fmt: skip
     with fake_servers(str(model), 1) as (fake,):
+        fake.info["enable_return_routed_experts"] = True
         argv = flags(work, model, tmp_path, **changes, rollout_external_engine_addrs=fake.address)
         server.train(argv, tmp_path / "log", ranks=2).ok()
         assert fake.count("/update_weights_from_tensor") > 10
