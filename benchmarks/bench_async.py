@@ -7,8 +7,9 @@ ahead (--async-rollout), and from a pool (--fully-async).
 
 The simulation runs the scheduler of the runs, `EpisodePool`, against engines whose slots take a
 fixed time per token. A length is that of a prompt: its samples are equally long within 50%. With
-skewed lengths a tenth of the prompts is 20 times longer, at the same mean. Weights stop all engines
-for `UPDATE_S`; a checkpoint and grading take no time.
+skewed lengths a tenth of the prompts is 20 times longer, at the same mean; with skewed samples a
+tenth of the samples, whatever their prompt. Weights stop all engines for `UPDATE_S`; a checkpoint
+and grading take no time.
 
 `run` trains a tiny model on the CPU from two servers with SGLang's interface
 (`tests/fake_sglang.py`), which answer at once and then wait `TOKEN_S` per token, so that the time
@@ -66,6 +67,7 @@ class Setting:
     train_s: float
     seed: int = 0
     workers: float = 1.5  # groups in flight, over those of a rollout
+    within: bool = False  # the samples of a prompt are skewed, not prompts
 
     @property
     def slots(self) -> int:
@@ -103,13 +105,20 @@ class Lengths:
 
     def __init__(self, setting: Setting) -> None:
         self._random = random.Random(setting.seed)
-        self._skewed = setting.skewed
+        self._setting = setting
         self._base = MEAN_TOKENS / (0.9 + 0.1 * SKEW) if setting.skewed else MEAN_TOKENS
 
     def group(self) -> list[float]:
-        times = SKEW if self._skewed and self._random.random() < 0.1 else 1
-        mean = self._base * times * TOKEN_MS / 1000
-        return [mean * self._random.uniform(0.5, 1.5) for _ in range(SAMPLES)]
+        mean = self._mean()
+        seconds = []
+        for _ in range(SAMPLES):
+            mean = self._mean() if self._setting.within else mean
+            seconds.append(mean * self._random.uniform(0.5, 1.5))
+        return seconds
+
+    def _mean(self) -> float:
+        times = SKEW if self._setting.skewed and self._random.random() < 0.1 else 1
+        return self._base * times * TOKEN_MS / 1000
 
 
 def in_rounds(setting: Setting, *, ahead: bool) -> Result:
@@ -138,12 +147,17 @@ def in_rounds(setting: Setting, *, ahead: bool) -> Result:
     return summary(setting, engines, waits, ends)
 
 
-def from_pool(setting: Setting, staleness: int, *, waits: bool = True) -> Result:
-    """Groups that have ended, as `PoolCollector` takes them."""
+def from_pool(
+    setting: Setting, staleness: int, *, waits: bool = True, single: bool = False
+) -> Result:
+    """Groups, or single samples, that have ended, as `PoolCollector` takes them."""
     lengths = Lengths(setting)
     engines = Engines(setting.slots)
-    workers = int(setting.workers * setting.batch)
-    pool = EpisodePool(PoolSettings(setting.batch, staleness, workers, 10**9, waits=waits))
+    size = SAMPLES if single else 1
+    batch = setting.batch * size
+    workers = int(setting.workers * setting.batch) * size
+    pool = EpisodePool(PoolSettings(batch, staleness, workers, 10**9, waits=waits))
+    drawn: list[list[float]] = []  # seconds of the groups or samples that start next
     events: list[tuple[float, int]] = []  # (time, group) when a group ends
     next_id = 0
     now = 0.0
@@ -156,8 +170,11 @@ def from_pool(setting: Setting, staleness: int, *, waits: bool = True) -> Result
     ends: list[float] = []
     while len(ends) < ROLLOUTS:
         for _ in range(pool.room(clock)):
+            if not drawn:
+                seconds_each = lengths.group()
+                drawn = [[seconds] for seconds in seconds_each] if single else [seconds_each]
             group = PendingGroup(Prompt(next_id, "", ()), (RUNNING,), clock)
-            spans[next_id] = [(now, engines.submit(now, seconds)) for seconds in lengths.group()]
+            spans[next_id] = [(now, engines.submit(now, seconds)) for seconds in drawn.pop(0)]
             pool.start([group])
             heapq.heappush(events, (max(end for _, end in spans[next_id]), next_id))
             next_id += 1
@@ -175,7 +192,7 @@ def from_pool(setting: Setting, staleness: int, *, waits: bool = True) -> Result
             later.append(ends[-1] - setting.train_s)
         now = min(later)
         while events and events[0][0] <= now:
-            pool.finish(pool.in_flight[heapq.heappop(events)[1]])
+            pool.finish(pool.in_flight[heapq.heappop(events)[1], RUNNING.sample_id])
     masked = 0.0 if waits else masked_fraction(taken, spans, updates, staleness)
     return summary(setting, engines, waited, ends, masked)
 
@@ -222,10 +239,11 @@ def simulate() -> list[dict[str, Any]]:
     print("| engines | lengths | mode | samples/s | | engines idle | trainer idle | masked |")
     print("|---|---|---|---|---|---|---|---|")
     for engines in (64, 512):
-        for skewed in (False, True):
+        for lengths in ("equal", "skewed", "skewed samples"):
             batch = engines * SLOTS // SAMPLES  # a rollout fills all slots once
             work_s = MEAN_TOKENS * TOKEN_MS / 1000
-            setting = Setting(engines, skewed, batch, train_s=work_s)
+            within = lengths == "skewed samples"
+            setting = Setting(engines, lengths != "equal", batch, train_s=work_s, within=within)
             rows = [
                 ("synchronous", in_rounds(setting, ahead=False)),
                 ("one ahead", in_rounds(setting, ahead=True)),
@@ -235,10 +253,15 @@ def simulate() -> list[dict[str, Any]]:
             for staleness in (4, 8):  # the stragglers get only their ends
                 result = from_pool(setting, staleness, waits=False)
                 rows.append((f"by sample, {staleness}, mask", result))
+            for staleness in (2, 4, 8) if within else ():
+                result = from_pool(setting, staleness, single=True)
+                rows.append((f"single samples, {staleness}", result))
             for name, result in rows:
-                found.append({"engines": engines, "skewed": skewed, "mode": name, **asdict(result)})
+                found.append(
+                    {"engines": engines, "lengths": lengths, "mode": name, **asdict(result)}
+                )
                 print(
-                    f"| {engines} | {'skewed' if skewed else 'equal'} | {name} "
+                    f"| {engines} | {lengths} | {name} "
                     f"| {result.samples_per_s:.1f} "
                     f"| {result.samples_per_s / rows[0][1].samples_per_s:.2f} "
                     f"| {result.engine_idle:.0%} | {result.trainer_idle:.0%} "

@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 
 from arguments.rules.base import Rule, Settings, import_or_none, import_problem, problem, reject
-from slime_like.advantages.registry import TokenEstimator, advantage_estimators
+from slime_like.advantages.registry import TokenEstimator, advantage_estimators, compares_samples
 from slime_like.config import Problem, flag_name
 from slime_like.engines.registry import engine_traits
 from slime_like.import_utils import takes_args
@@ -190,6 +190,27 @@ def check_fully_async(s: Settings) -> list[Problem]:
     return problems + reject(unsupported, message)
 
 
+def check_single_samples(s: Settings) -> list[Problem]:
+    """--fully-async-single-samples takes groups apart, which nothing else may need."""
+    if not (s.scheduling.fully_async and s.scheduling.fully_async_single_samples):
+        return []
+    a = s.algorithm
+    apart = "cannot be combined with --fully-async-single-samples, which takes groups apart; "
+    problems = []
+    compares = compares_samples(advantage_estimators.get(a.advantage_estimator))
+    if compares and s.hooks.custom_advantage_function_path is None:
+        message = apart + "take batch_mean, reinforce_plus_plus or ppo, or whole groups"
+        problems += problem("advantage_estimator", a.advantage_estimator, message)
+    if a.loss_reduction == "prompt_mean":
+        message = apart + "it averages over the samples of a prompt"
+        problems += problem("loss_reduction", a.loss_reduction, message)
+    curricula = [source.name for source in s.prompt_sources if source.learns_from_rewards]
+    if curricula:
+        message = apart + f"{', '.join(curricula)} need the pass rates of whole ones"
+        problems += problem("prompt_data", s.data.prompt_data, message)
+    return problems
+
+
 def check_hooks(s: Settings) -> list[Problem]:
     """Training and logging hooks can be imported, and are compatible with the run."""
     problems = []
@@ -216,5 +237,6 @@ SCHEDULING_RULES: tuple[Rule, ...] = (
     check_rollout_functions,
     check_rollout_time_limit,
     check_fully_async,
+    check_single_samples,
     check_hooks,
 )

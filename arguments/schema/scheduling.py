@@ -129,6 +129,20 @@ class SchedulingConfig(CheckedSettings):
         needs="async_rollout",
         excludes=("rollout_function_path", "data_source_path", "rollout_time_limit_s"),
     )
+    fully_async_single_samples: bool = arg(
+        False,
+        "With --fully-async: each sample is taken when it has ended, whatever the others of its "
+        "prompt do, for estimators that compare no samples of a prompt. Pool and rollouts have as "
+        "many samples as with groups.",
+        needs="fully_async",
+        excludes=(
+            "group_rm",
+            "dynamic_sampling_filter_path",
+            "rollout_sample_filter_path",
+            "custom_reward_post_process_path",
+            "opd_success_reward, which needs another sample of the prompt",
+        ),
+    )
     num_parallel_generation_workers: int | None = arg(
         None,
         "With --fully-async: groups in flight at a time. Default: as many as --max-staleness "

@@ -13,7 +13,8 @@ from slime_like.types import Prompt, Sample
 
 @dataclass(frozen=True, slots=True)
 class PendingGroup:
-    """A prompt and its samples; some may be unfinished, and some may be on other ranks."""
+    """A prompt and its samples, or some of them (--fully-async-single-samples); some may be
+    unfinished, and some may be on other ranks."""
 
     prompt: Prompt
     samples: tuple[AnySample, ...]
@@ -22,6 +23,11 @@ class PendingGroup:
     @property
     def group_id(self) -> int:
         return self.prompt.group_id
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Different for every group, and for every part of one. Sorts by group."""
+        return self.group_id, self.samples[0].sample_id
 
     @property
     def sample_group(self) -> SampleGroup:
@@ -38,6 +44,29 @@ class PendingGroup:
     def with_samples(self, samples: Iterable[AnySample]) -> PendingGroup:
         """A copy with these samples."""
         return replace(self, samples=tuple(samples))
+
+    def apart(self) -> list[PendingGroup]:
+        """Each sample alone."""
+        return [self.with_samples([sample]) for sample in self.samples]
+
+    def emptied(self) -> PendingGroup:
+        """The same samples, not begun."""
+        samples = (Sample.empty(self.prompt, sample.sample_id) for sample in self.samples)
+        return PendingGroup(self.prompt, tuple(samples))
+
+
+def joined(
+    groups: Iterable[PendingGroup], same: Callable[[PendingGroup], object]
+) -> list[PendingGroup]:
+    """The groups, those of one prompt that follow each other as one if `same` is equal."""
+    result = list[PendingGroup]()
+    for group in groups:
+        last = result[-1] if result else None
+        if last is not None and last.group_id == group.group_id and same(last) == same(group):
+            result[-1] = last.with_samples([*last.samples, *group.samples])
+        else:
+            result.append(group)
+    return result
 
 
 # (waiting groups, count) -> ids of at most `count` groups to continue, ids of groups to discard
@@ -93,6 +122,26 @@ class GroupBuffer:
         first = prompt.group_id * self.n_samples
         samples = (Sample.empty(prompt, first + j) for j in range(self.n_samples))
         return PendingGroup(prompt, tuple(samples))
+
+    def whole(self, groups: Iterable[PendingGroup]) -> tuple[list[PendingGroup], int]:
+        """The same groups, those of which there are parts whole again, and how many of them begin
+        again, because samples are missing or are too many."""
+        parts: dict[int, list[PendingGroup]] = {}
+        for group in groups:
+            parts.setdefault(group.group_id, []).append(group)
+        again = 0
+        result = list[PendingGroup]()
+        for same in parts.values():
+            samples = [sample for part in same for sample in part.samples]
+            if len(samples) != self.n_samples:
+                result.append(self.empty_group(same[0].prompt))
+                again += 1
+                continue
+            samples.sort(key=lambda sample: sample.sample_id)
+            starts = [part.started for part in same if part.started is not None]
+            started = min(starts, default=None)
+            result.append(replace(same[0], samples=tuple(samples), started=started))
+        return result, again
 
     def observe(self, groups: Iterable[PendingGroup]) -> None:
         """Graded groups that are trained on or dropped: the source may learn from them."""

@@ -1,4 +1,5 @@
-"""The pool of --fully-async: which groups may start, which wait, and which are trained on next.
+"""The pool of --fully-async: which groups may start, which wait, and which are trained on next. A
+group may be a single sample (--fully-async-single-samples).
 
 Rollout j takes `batch` finished groups of the pool, the oldest first, whenever they began. While
 rollout c is trained on (the clock), groups start with its weights, so a group that starts then is
@@ -28,7 +29,7 @@ from slime_like.data.group_buffer import PendingGroup
 class PoolSettings:
     """Bounds of the pool. All are at least 1."""
 
-    batch: int  # groups that a rollout takes
+    batch: int  # groups that a rollout takes, or single samples
     max_staleness: int  # of a token, in weight versions
     workers: int  # groups in flight at a time
     num_rollouts: int  # of the run: no group starts that none of them could take
@@ -41,8 +42,9 @@ class EpisodePool:
     def __init__(self, settings: PoolSettings) -> None:
         self.settings = settings
         self.next_rollout = 0  # the rollout that is taken next
-        self.in_flight: dict[int, PendingGroup] = {}  # by group id, in the order of their start
-        self.finished: dict[int, PendingGroup] = {}
+        # by key, in the order of their start
+        self.in_flight: dict[tuple[int, int], PendingGroup] = {}
+        self.finished: dict[tuple[int, int], PendingGroup] = {}
         # number of groups by the rollout that they are due by
         self._in_flight_due = Counter[int]()
         self._finished_due = Counter[int]()
@@ -64,22 +66,22 @@ class EpisodePool:
     def start(self, groups: Iterable[PendingGroup]) -> None:
         """Add groups, which know when they `started`; those that have ended are finished."""
         for group in groups:
-            assert group.group_id not in self.in_flight
-            self.in_flight[group.group_id] = group
+            assert group.key not in self.in_flight
+            self.in_flight[group.key] = group
             self._in_flight_due[self.due(group)] += 1
             if group.ended:
                 self.finish(group)
 
     def finish(self, group: PendingGroup) -> None:
         """A group in flight has ended."""
-        del self.in_flight[group.group_id]
-        self.finished[group.group_id] = group
+        del self.in_flight[group.key]
+        self.finished[group.key] = group
         self._in_flight_due[self.due(group)] -= 1
         self._finished_due[self.due(group)] += 1
 
     def drop(self, group: PendingGroup) -> None:
         """Remove a finished group that is not trained on; another may start in its place."""
-        del self.finished[group.group_id]
+        del self.finished[group.key]
         self._finished_due[self.due(group)] -= 1
 
     def due(self, group: PendingGroup) -> int:
@@ -106,7 +108,7 @@ class EpisodePool:
         return False
 
     def take(self) -> list[PendingGroup]:
-        """The groups of the next rollout, which is `ready`: the oldest, ordered by start and id."""
+        """The groups of the next rollout, which is `ready`: the oldest, in `age_order`."""
         chosen = sorted(self.finished.values(), key=age_order)[: self.settings.batch]
         for group in chosen:
             self.drop(group)
@@ -123,16 +125,16 @@ class EpisodePool:
             sampled again.
         """
         settings = self.settings
-        admitted = set[int]()
+        admitted = set[tuple[int, int]]()
         for group in sorted(groups, key=age_order):
             rollouts = self.due(group) - self.next_rollout + 1
             if not settings.waits or len(self) + len(admitted) < rollouts * settings.batch:
-                admitted.add(group.group_id)
-        self.start(group for group in groups if group.group_id in admitted)
-        return [group for group in groups if group.group_id not in admitted]
+                admitted.add(group.key)
+        self.start(group for group in groups if group.key in admitted)
+        return [group for group in groups if group.key not in admitted]
 
 
-def age_order(group: PendingGroup) -> tuple[int, int]:
-    """Sorts groups by age: by their start, then by id."""
+def age_order(group: PendingGroup) -> tuple[int, int, int]:
+    """Sorts groups by age: by their start, then by key."""
     assert group.started is not None
-    return group.started, group.group_id
+    return group.started, *group.key

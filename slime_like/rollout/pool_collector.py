@@ -1,7 +1,9 @@
 """Rollouts from a pool of episodes that never empties (--fully-async).
 
 A rollout takes the groups of the pool that have ended; the others go on, with new weights as soon
-as there are any. `EpisodePool` decides what starts and what is taken.
+as there are any. `EpisodePool` decides what starts and what is taken. With
+--fully-async-single-samples its groups are single samples; those of one prompt are a group again in
+a rollout and in checkpoints.
 
 With an engine in every rank, all ranks advance all episodes in rounds, and new weights come between
 two rollouts: which weights sample which token does not depend on timing, and a resumed run repeats
@@ -12,12 +14,13 @@ come at any time.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from slime_like.data.group_buffer import GroupBuffer, PendingGroup, oldest_first
+from slime_like.data.group_buffer import GroupBuffer, PendingGroup, joined, oldest_first
 from slime_like.distributed.collectives import is_rank_zero
 from slime_like.engines.base import SamplingParams
 from slime_like.errors import RunError
@@ -116,7 +119,9 @@ class PoolCollector(Collector):
         self._thread: PoolThread | None = None  # on rank 0, with servers
         self._stats = PoolStats()
         self._idle = IdleShare()
-        self._ended_at: dict[int, float] = {}  # when the finished groups ended, by id
+        self._ended_at: dict[tuple[int, int], float] = {}  # when finished groups ended, by key
+        self._is_single = scheduling.fully_async_single_samples
+        self._drawn = list[PendingGroup]()  # before there is room for them
         self._is_admitted = False  # the groups of a checkpoint are in the pool
 
     def advance(self, rollout_id: int, weight_version: int) -> None:
@@ -164,8 +169,9 @@ class PoolCollector(Collector):
         return self._thread.call(state)
 
     def _position(self, in_flight: Groups) -> tuple[Mapping[str, object], tuple[PendingGroup, ...]]:
-        groups = (*in_flight, *self.pool.finished.values(), *self._buffer.waiting)
-        return self._buffer.source.state_dict(), groups
+        groups = [*in_flight, *self.pool.finished.values(), *self._drawn, *self._buffer.waiting]
+        stored = joined(groups, lambda group: group.started)
+        return self._buffer.source.state_dict(), tuple(stored)
 
     def collect(self, rollout_id: int) -> Collected:
         """See `Collector`."""
@@ -209,17 +215,33 @@ class PoolCollector(Collector):
         if self._is_admitted:
             return []
         self._is_admitted = True
-        waiting = [group for group in self._buffer.waiting if is_begun(group)]
-        others = [group for group in self._buffer.waiting if not is_begun(group)]
-        rejected = self.pool.admit([self._with_start(group) for group in waiting])
+        stored = self._stored_groups()
+        begun = [self._with_start(group) for group in stored if is_begun(group)]
+        rejected = self.pool.admit(begun)
         if rejected:
             warn_rank_0(
                 logger,
                 f"{len(rejected)} groups of the checkpoint are too old for --max-staleness "
                 f"{self.pool.settings.max_staleness}: they are sampled again",
             )
-        self._buffer.waiting = [self._buffer.empty_group(g.prompt) for g in rejected] + others
+        self._drawn = [group.emptied() for group in rejected]
+        self._drawn += [group for group in stored if not is_begun(group)]
         return list(self.pool.in_flight.values())
+
+    def _stored_groups(self) -> list[PendingGroup]:
+        """The groups of the checkpoint, in this run's units."""
+        groups = self._buffer.waiting
+        self._buffer.waiting = []
+        if self._is_single:
+            return [sample for group in groups for sample in group.apart()]
+        groups, again = self._buffer.whole(groups)
+        if again:
+            warn_rank_0(
+                logger,
+                f"{again} groups of the checkpoint are not whole and are sampled again: its run "
+                "had --fully-async-single-samples, or another --n-samples-per-prompt",
+            )
+        return groups
 
     def _with_start(self, group: PendingGroup) -> PendingGroup:
         """The group of a checkpoint; --partial-rollout does not record when it started."""
@@ -234,18 +256,29 @@ class PoolCollector(Collector):
         if not room:
             return []
 
-        def choose(waiting: Groups, count: int) -> tuple[list[int], list[int]]:
-            return oldest_first(self._clock, waiting, count)
-
-        drawn, _ = self._buffer.take(room, choose)
-        groups = [replace(group, started=self._clock) for group in drawn]
+        if len(self._drawn) < room:
+            self._draw_prompts(room - len(self._drawn))
+        groups = [replace(group, started=self._clock) for group in self._drawn[:room]]
+        self._drawn = self._drawn[room:]
         self.pool.start(groups)
-        self._stats.draws += 1
-        self._stats.drawn += len(groups)
-        self._stats.drawn_samples += sum(len(group.samples) for group in groups)
         if self._thread is not None:
             self._idle.set(busy=True)
         return groups
+
+    def _draw_prompts(self, room: int) -> None:
+        """Draw prompts for this many groups, or a few single samples more."""
+
+        def choose(waiting: Groups, count: int) -> tuple[list[int], list[int]]:
+            return oldest_first(self._clock, waiting, count)
+
+        count = math.ceil(room / self._buffer.n_samples) if self._is_single else room
+        groups, _ = self._buffer.take(count, choose)
+        self._stats.draws += 1
+        self._stats.drawn += len(groups)
+        self._stats.drawn_samples += sum(len(group.samples) for group in groups)
+        if self._is_single:
+            groups = [sample for group in groups for sample in group.apart()]
+        self._drawn += groups
 
     def _finish_one(self, group: PendingGroup) -> None:
         self._finish([group], decide_locally)
@@ -259,7 +292,7 @@ class PoolCollector(Collector):
         verdicts = self._apply_filter(stats, ended, len(self.pool), decide)
         for group, keep in zip(ended, verdicts, strict=True):
             self.pool.finish(group)
-            self._ended_at[group.group_id] = now
+            self._ended_at[group.key] = now
             if not keep:
                 self._drop(group)
         most = self.config.max_num_gen_batches * self.target
@@ -274,7 +307,7 @@ class PoolCollector(Collector):
 
     def _drop(self, group: PendingGroup) -> None:
         self.pool.drop(group)
-        del self._ended_at[group.group_id]
+        del self._ended_at[group.key]
         self._stats.leave_out(group)
         self._buffer.observe([group])
 
@@ -302,9 +335,10 @@ class PoolCollector(Collector):
         limit = self._oldest_version()
         taken = self.pool.take()
         now = time.monotonic()
-        waited = [now - self._ended_at.pop(group.group_id, now) for group in taken]
+        waited = [now - self._ended_at.pop(group.key, now) for group in taken]
         ages = [rollout_id - group.started for group in taken if group.started is not None]
-        groups = sorted(taken, key=lambda group: group.group_id)
+        taken.sort(key=lambda group: group.key)
+        groups = joined(taken, lambda group: None)
         self._buffer.observe(groups)
         groups = self._mask_stale(groups, limit, stats)
         self._check_failed(rollout_id, stats, groups, decide, ended=True)

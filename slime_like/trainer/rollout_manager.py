@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from arguments.schema import AlgorithmConfig, RolloutConfig
-from slime_like.data.group_buffer import GroupBuffer
+from slime_like.data.group_buffer import GroupBuffer, PendingGroup
 from slime_like.data.prompts import PromptStream
 from slime_like.data.tokenizer import special_token_ids
 from slime_like.images.processor import ImageProcessor
@@ -52,6 +52,7 @@ class RolloutSettings:
     needs_greedy: bool
     max_ahead: int | None  # rollouts sampled ahead with --async-rollout; None without it
     max_staleness: int | None  # of a token that is trained on; None: unbounded
+    takes_single_samples: bool = False  # --fully-async-single-samples
     # by source of a mix, the reward from which on a sample passes; empty without a mix
     pass_rewards: Mapping[str, float] = field(default_factory=dict)
 
@@ -192,10 +193,14 @@ class RolloutManager:
         if self.queue is None or self.queue.max_ahead < count:
             return text + "this run's --async-rollout and --max-staleness do not allow them"
         for row in rollouts:
-            sizes = {len(group["samples"]) for group in row["groups"]}
-            has_all_groups = len(row["groups"]) == rollout.rollout_batch_size
-            if not has_all_groups or sizes != {rollout.n_samples_per_prompt}:
-                return text + "--rollout-batch-size or --n-samples-per-prompt has changed"
+            sizes = [len(group["samples"]) for group in row["groups"]]
+            whole = [rollout.n_samples_per_prompt] * rollout.rollout_batch_size
+            takes_parts = self.settings.takes_single_samples and sum(sizes) == sum(whole)
+            if sizes != whole and not takes_parts:
+                return text + (
+                    "--rollout-batch-size, --n-samples-per-prompt or "
+                    "--fully-async-single-samples has changed"
+                )
             # the rollouts are trained on one after the other, each by the next version
             limit = self.settings.max_staleness
             version = weight_version + int(row["step"]) - int(rollouts[0]["step"])
@@ -208,13 +213,18 @@ class RolloutManager:
     def _restart_episodes(self, buffer: GroupBuffer) -> str | None:
         """Sample groups again that a run with --fully-async has begun: this run would not know how
         old they are. Returns a message if there are any."""
-        begun = [group for group in buffer.waiting if group.started is not None]
+        begun = {
+            group.group_id
+            for group in buffer.waiting
+            if group.started is not None or len(group.samples) != buffer.n_samples
+        }
         if not begun:
             return None
-        buffer.waiting = [
-            group if group.started is None else buffer.empty_group(group.prompt)
-            for group in buffer.waiting
-        ]
+        waiting = dict[int, PendingGroup]()  # parts of a group once
+        for group in buffer.waiting:
+            is_begun = group.group_id in begun
+            waiting[group.group_id] = buffer.empty_group(group.prompt) if is_begun else group
+        buffer.waiting = list(waiting.values())
         return (
             f"{len(begun)} groups that the checkpoint's run had begun are sampled again: "
             "--fully-async would continue them"

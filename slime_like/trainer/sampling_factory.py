@@ -114,14 +114,16 @@ def make_collector(
 
 def pool_settings(config: RunConfig, num_rollouts: int) -> PoolSettings:
     """The bounds of --fully-async."""
+    scheduling = config.scheduling
     batch = config.rollout.rollout_batch_size
-    staleness = config.scheduling.staleness
+    workers = scheduling.num_parallel_generation_workers or (scheduling.staleness + 1) * batch
+    size = config.rollout.n_samples_per_prompt if scheduling.fully_async_single_samples else 1
     return PoolSettings(
-        batch,
-        staleness,
-        config.scheduling.num_parallel_generation_workers or (staleness + 1) * batch,
+        batch * size,
+        scheduling.staleness,
+        workers * size,
         num_rollouts,
-        waits=config.scheduling.stale_tokens == "wait",
+        waits=scheduling.stale_tokens == "wait",
     )
 
 
@@ -364,6 +366,7 @@ def rollout_settings(config: RunConfig) -> RolloutSettings:
         needs_greedy=needs_greedy(config),
         max_ahead=max_ahead(config.scheduling),
         max_staleness=config.scheduling.staleness if config.scheduling.async_rollout else None,
+        takes_single_samples=config.scheduling.fully_async_single_samples,
         pass_rewards={source.name: source.pass_reward for source in config.prompt_sources},
     )
 

@@ -129,16 +129,50 @@ def test_two_ranks_stopped_and_resumed(
     assert (masked > 0) == (mode == "mask")
 
 
-@pytest.mark.extended
-def test_a_run_without_a_pool_samples_its_episodes_again(
+SINGLE = dict(fully_async_single_samples="", advantage_estimator="batch_mean")
+
+
+def test_single_samples_are_repeated_by_a_resume_and_by_their_record(
     server: TrainServer, work: Workspace, tmp_path: Path
 ) -> None:
-    server.train([*flags(work, tmp_path), "--exit-interval", "2"], tmp_path / "log").ok()
+    straight, killed, recorded = (tmp_path / name for name in ("straight", "killed", "recorded"))
+    server.train(flags(work, straight, **SINGLE), straight / "log").ok()
+    argv = flags(work, killed, **SINGLE)
+    hook = "tests.e2e.faults:signal_in_step SIGKILL 3 0"
+    assert server.train(argv, killed / "log", hook=hook).status != 0
+    server.train(argv, killed / "log2").ok()
+    check_same(straight, killed)
+    again = dict(debug_train_only="", load_debug_rollout_data=straight / "r_{rollout_id}", eval_interval=None, eval_prompt_data=None,
+                 skip_eval_before_train=None, save_debug_rollout_data=None, async_rollout=None, fully_async=None, max_staleness=None,
+                 fully_async_single_samples=None, rollout_slice_len=None)  # fmt: skip
+    server.train(flags(work, recorded, **SINGLE | again), recorded / "log").ok()
+    expected, found = weights_of(straight / "hf"), weights_of(recorded / "hf")
+    assert [name for name in expected if not expected[name].equal(found[name])] == []
+    rollouts = trained(straight)
+    ids = [s.sample_id for rollout in rollouts for s in rollout]
+    assert [len(rollout) for rollout in rollouts] == [8] * ROLLOUTS
+    assert sorted(ids) == list(range(8 * ROLLOUTS)), "none is lost, none is trained on twice"
+    apart = [len({s.group_id for s in rollout}) for rollout in rollouts]
+    assert max(apart) > 4, "samples are taken without the others of their prompt"
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("unit", [{}, SINGLE], ids=["groups", "samples"])
+def test_a_run_without_a_pool_samples_its_episodes_again(
+    server: TrainServer, work: Workspace, tmp_path: Path, unit: dict[str, Any]
+) -> None:
+    argv = flags(work, tmp_path, **unit)
+    server.train([*argv, "--exit-interval", "2"], tmp_path / "log").ok()
     plain = dict(async_rollout=None, fully_async=None, max_staleness=None, rollout_slice_len=None)
+    plain |= dict(fully_async_single_samples=None)
     done = server.train(flags(work, tmp_path, **plain), tmp_path / "log2").ok()
     assert "--fully-async would continue them" in done.out
-    ids = [s.sample_id for rollout in trained(tmp_path) for s in rollout]
-    assert len(set(ids)) == len(ids) == 8 * ROLLOUTS
+    for before in (range(2), range(2, ROLLOUTS)):  # parts of a group are sampled again with it
+        ids = [s.sample_id for rollout in trained(tmp_path, before) for s in rollout]
+        assert len(set(ids)) == len(ids) == 8 * len(before)
+    if not unit:
+        ids = [s.sample_id for rollout in trained(tmp_path) for s in rollout]
+        assert len(set(ids)) == len(ids) == 8 * ROLLOUTS
     assert all(row["rollout/staleness_max"] == 0 for row in rows_of(tmp_path)[2:])
 
 
@@ -160,13 +194,17 @@ def served_pool(work: Workspace, fake: FakeServer, out: Path, **changes: Any) ->
     return served(work, fake, out, **pool | changes)
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=SELDOM)])
+@pytest.mark.parametrize(
+    ("ranks", "unit"),
+    [(1, {}), pytest.param(2, {}, marks=SELDOM), pytest.param(2, SINGLE, marks=SELDOM)],
+    ids=["one_rank", "two_ranks", "samples"],
+)
 def test_servers_go_on_while_the_run_trains_evaluates_and_is_killed(
-    server: TrainServer, work: Workspace, tmp_path: Path, ranks: int
+    server: TrainServer, work: Workspace, tmp_path: Path, ranks: int, unit: dict[str, Any]
 ) -> None:
     with FakeServer(str(work.model)) as fake:
         fake.pace_s = tenth_slow(0.4)
-        argv = served_pool(work, fake, tmp_path)
+        argv = served_pool(work, fake, tmp_path, **unit)
         killed = server.train(
             argv, tmp_path / "log", ranks=ranks, hook="tests.e2e.faults:signal_in_step SIGKILL 4 0"
         )
@@ -226,11 +264,12 @@ def test_agents_play_across_rollouts(
         dict(advantage_estimator="ppo", critic_lr=1e-3, num_critic_only_steps=2),
         dict(dynamic_sampling_filter_path="slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"),
         dict(num_parallel_generation_workers=3),
+        SINGLE | dict(num_parallel_generation_workers=3),
         dict(custom_generate_function_path="examples/guessing_game/game.py:generate", rollout_slice_len=None,
              rollout_stop_token_ids=None, custom_rm_path=None, rollout_max_response_len=90, input_key=None, label_key=None,
              apply_chat_template=None, prompt_data="reasoning_gym:chain_sum?size=100", eval_prompt_data="few reasoning_gym:chain_sum?size=4"),
     ],
-    ids=["critic", "filter", "few_workers", "turns"],
+    ids=["critic", "filter", "few_workers", "few_samples", "turns"],
 )  # fmt: skip
 def test_with_the_rest_of_a_run(
     server: TrainServer, work: Workspace, tmp_path: Path, more: dict[str, Any]
@@ -241,4 +280,5 @@ def test_with_the_rest_of_a_run(
     ids = [s.sample_id for rollout in trained(tmp_path) for s in rollout]
     assert len(set(ids)) == len(ids) == 8 * ROLLOUTS
     if workers := more.get("num_parallel_generation_workers"):
-        assert all(row["rollout/pool_in_flight"] <= workers for row in rows)
+        size = 2 if "fully_async_single_samples" in more else 1
+        assert all(row["rollout/pool_in_flight"] <= workers * size for row in rows)

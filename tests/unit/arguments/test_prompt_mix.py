@@ -111,6 +111,8 @@ IN_A_RUN = [
     ("", "--data-source-path json.dumps", "cannot be combined with --data-source-path"),
     ("custom_rm_path: json.dumps", "--group-rm --custom-rm-path json.dumps", "cannot be combined with --group-rm"),
     ("pass_rate: [0, 1]", "--rollout-function-path json.dumps", "need the run's own rollouts"),
+    ("pass_rate: [0, 1]", "--async-rollout --fully-async --fully-async-single-samples --advantage-estimator batch_mean",
+     "a need the pass rates of whole ones"),
     ("pass_rate: [0, 1]", "--loss-type sft_loss", "pass_rate has no effect with --loss-type sft_loss"),
     ("max_response_len: 5", "--loss-type sft_loss", "max_response_len has no effect"),
     ("rm_type: math", "--loss-type sft_loss", "rm_type has no effect"),

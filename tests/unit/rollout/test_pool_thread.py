@@ -28,7 +28,7 @@ from slime_like.trainer.sampling_factory import pool_settings
 from slime_like.types import Sample
 from tests.unit.command_lines import complete as complete_flags
 from tests.unit.rollout.test_collector import Letters, Prompts
-from tests.unit.rollout.test_pool_collector import ids
+from tests.unit.rollout.test_pool_collector import SINGLE, ids, sample_ids
 from tests.unit.rollout.test_streaming import Grades
 
 LENGTH = 6
@@ -182,23 +182,25 @@ def test_paused_requests_keep_their_tokens_and_continue(open_world: Callable[...
     assert [len(r.prompt_tokens) for r in resumed] == [4, 4], "prompt and two tokens"
 
 
+@pytest.mark.parametrize("unit", [(), SINGLE], ids=["groups", "samples"])
 def test_a_resumed_pool_loses_no_sample_and_trains_on_none_twice(
-    open_world: Callable[..., World],
+    open_world: Callable[..., World], unit: tuple[str, ...]
 ) -> None:
     engine = Tokens(lambda i: i % 5 == 0)
-    world = open_world(engine, "--max-staleness", "4")
-    seen = [i for j in range(3) for i in ids(world.step(j))]
+    world = open_world(engine, "--max-staleness", "4", *unit)
+    seen = [i for j in range(3) for i in sample_ids(world.step(j))]
+    assert (1 in seen) == bool(unit), "without its slow sibling"
     world.collector.pause()
     data, groups = world.collector.position()
     holders = [0] * sum(len(group.samples) for group in groups)
     rows = json.loads(json.dumps(waiting_to_rows(groups, holders), allow_nan=False))
     world.collector.close()
     engine = Tokens()
-    resumed = open_world(engine, "--max-staleness", "4")
+    resumed = open_world(engine, "--max-staleness", "4", *unit)
     resumed.source.next_id = cast(int, data["next"])
     resumed.buffer.waiting = waiting_from_rows(rows, rank=0, num_holders=1)
-    seen += [i for j in range(3, 9) for i in ids(resumed.step(j))]
-    assert sorted(seen) == list(range(18))
+    seen += [i for j in range(3, 9) for i in sample_ids(resumed.step(j))]
+    assert sorted(seen) == list(range(36))
 
 
 def test_episodes_of_a_function_wait_with_their_requests(open_world: Callable[..., World]) -> None:

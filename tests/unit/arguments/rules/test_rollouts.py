@@ -97,6 +97,17 @@ CASES = [
      "--over-sampling-batch-size", "use --num-parallel-generation-workers"),
     ("check_fully_async", "--async-rollout --fully-async --advantage-estimator remax",
      "--advantage-estimator", "cannot be combined with --fully-async"),
+    ("", "--async-rollout --fully-async-single-samples", "--fully-async-single-samples",
+     "without --fully-async"),
+    ("check_single_samples", "--async-rollout --fully-async --fully-async-single-samples",
+     "--advantage-estimator", "takes groups apart; take batch_mean"),
+    ("check_single_samples",
+     "--async-rollout --fully-async --fully-async-single-samples --advantage-estimator batch_mean "
+     "--loss-reduction prompt_mean", "--loss-reduction", "averages over the samples of a prompt"),
+    ("",
+     "--async-rollout --fully-async --fully-async-single-samples --advantage-estimator batch_mean "
+     "--dynamic-sampling-filter-path json.dumps", "--fully-async-single-samples",
+     "--dynamic-sampling-filter-path"),
     ("", "--async-rollout --partial-rollout", "--async-rollout",
      "cannot be combined with --partial-rollout"),
     ("", "--group-rm", "--group-rm", "--custom-rm-path"),
