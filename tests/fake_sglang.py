@@ -372,13 +372,17 @@ class FakeServer:
 
     def join(self, body: Any) -> None:
         """A process group, as torch makes the one of SGLang's side out of the same words; without
-        its table of names, which servers of one process would share."""
+        its table of names, which servers of one process would share. NCCL is that of
+        tests/pretend_gpu: gloo whose members tell each other their devices."""
         name, world = body["group_name"], body["world_size"]
         limit = timedelta(seconds=30)
         address, port = body["master_address"], body["master_port"]
         store = dist.TCPStore(address, port, world, is_master=False, timeout=limit)
-        for prefix in (name, f"{name}/", "cpu/"):
+        is_nccl = body["backend"] == "nccl"
+        for prefix in (name, f"{name}/", "cuda/" if is_nccl else "cpu/"):
             store = dist.PrefixStore(prefix, store)
+        if is_nccl:
+            store.set(f"device of {body['rank_offset']}", "of the server")
         self._groups[name] = dist.ProcessGroupGloo(store, body["rank_offset"], world, limit)
 
     def receive(self, body: Any) -> None:

@@ -396,6 +396,13 @@ class GuardConfig(CheckedSettings):
         needs="hf_checkpoint",
         excludes=("certify", *CERTIFIES_NO),
     )
+    certify_search_minutes: float = arg(
+        10.0,
+        "Time of a certificate for the causes of layers that differ, all together, and once more "
+        "for settings of the whole model that explain the log-probs of servers; what is not found "
+        "by then is an unknown cause.",
+        legal=POSITIVE,
+    )
     max_train_rollout_diff: float | None = arg(
         None,
         "Limit of the absolute log-prob difference between trainer and rollout engine, for its "

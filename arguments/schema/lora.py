@@ -62,6 +62,14 @@ class LoraConfig(CheckedSettings):
         choices=("merged", "adapter"),
         needs="lora_rank",
     )
+    lora_rounding_interval: int = arg(
+        10,
+        "With merged weights narrower than float32: what rounding leaves of an update, "
+        "lora/merged_*, is measured for the second update and then for every so many; 0: never. It "
+        "takes a few times as long as merging.",
+        legal=NON_NEGATIVE,
+        needs="lora_rank",
+    )
     lora_adapter_path: str | None = arg(
         None,
         "Initial adapter: a folder in PEFT format with the same rank, alpha and target modules. "

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -251,6 +252,28 @@ def factor_change(factor: float) -> Change:
     return Change("rope scaling", text, rotary=Rotary(factor=factor))
 
 
+class SearchTime:
+    """The time that searches for causes may take, all of them together, from the first one on.
+
+    seconds: math.inf for no limit.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._deadline: float | None = None
+
+    def check(self) -> None:
+        """Raise TimeoutError at the end of the time."""
+        if self._deadline is None:
+            self._deadline = time.monotonic() + self.seconds
+        if time.monotonic() >= self._deadline:
+            raise TimeoutError
+
+    @property
+    def text(self) -> str:
+        return f"{self.seconds / 60:g} minutes (--certify-search-minutes)"
+
+
 class LayerCauses:
     """Looks for the cause of one layer's difference.
 
@@ -262,6 +285,10 @@ class LayerCauses:
         limits: The largest difference by site that is rounding.
         differing: The first part that differs, or "" for the layer as a whole.
         gap: Difference of two sites by token, [N].
+        search_time: For this search and others; a pass in progress is finished.
+
+    Raises:
+        TimeoutError: At the end of the time: a hundred passes may be needed.
     """
 
     def __init__(
@@ -273,7 +300,9 @@ class LayerCauses:
         limits: Mapping[str, float],
         differing: str,
         gap: Callable[[Tensor, Tensor], Tensor],
+        search_time: SearchTime | None = None,
     ) -> None:
+        self._time = search_time or SearchTime(math.inf)
         self._layer = layer
         self._calls = calls
         self._site = site
@@ -282,7 +311,7 @@ class LayerCauses:
         self._part = differing
         self._target = f"{site}.{differing}" if differing else site
         self._gap = gap
-        self._expected = run_layer(layer, calls, site)
+        self._expected = self._pass(layer, calls)
         apart = gap(observed[self._target], self._expected[self._target])
         self._unexplained = float(apart.mean())
 
@@ -290,7 +319,11 @@ class LayerCauses:
     def states(self, change: Change) -> dict[str, Tensor]:
         with changed(change):
             calls = [changed_call(call, change) for call in self._calls]
-            return run_layer(self._layer, calls, self._site)
+            return self._pass(self._layer, calls)
+
+    def _pass(self, layer: torch.nn.Module, calls: Sequence[Call]) -> dict[str, Tensor]:
+        self._time.check()
+        return run_layer(layer, calls, self._site)
 
     def explains(self, change: Change) -> tuple[bool, bool]:
         """Whether the changed layer computes what was observed at the first part that differs, and
@@ -593,7 +626,7 @@ class LayerCauses:
             lower = copy.deepcopy(self._layer).to(dtype)
             calls = [cast_call(call, dtype) for call in self._calls]
             with torch.no_grad():
-                states = run_layer(lower, calls, self._site)
+                states = self._pass(lower, calls)
             rounding = float(self._gap(states[self._target], self._expected[self._target]).median())
             if rounding <= self._limits[self._target]:  # it may be 0
                 continue

@@ -3,13 +3,14 @@ first differing layer, position and expert with the cause."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from slime_like.certify.causes import Cause, LayerCauses, router_cause
+from slime_like.certify.causes import Cause, LayerCauses, SearchTime, router_cause
 from slime_like.certify.layered import FINAL_NORMS, LayeredModel, States
 from slime_like.certify.weights import Difference, Fingerprints, WeightComparison, Weights
 
@@ -104,6 +105,7 @@ class Reference:
         inputs: The trainer's states.
         earlier: Fingerprints of earlier weights, by what they are.
         base: The weights of --hf-checkpoint, if the run has trained since.
+        search_time: For the causes of all layers.
     """
 
     def __init__(
@@ -114,7 +116,9 @@ class Reference:
         inputs: States,
         earlier: Mapping[str, Fingerprints] | None = None,
         base: Weights | None = None,
+        search_time: SearchTime | None = None,
     ) -> None:
+        self._search_time = search_time or SearchTime(math.inf)
         self.exact = exact
         self.sequences = sequences
         self.inputs = inputs
@@ -248,8 +252,16 @@ class Reference:
         calls = self.exact.calls(self.sequences, self.inputs, layer)
         own = {name: states[name] for name in gaps if f"{name}.".startswith(f"{site}.")}
         limits = {name: gaps[name].limit for name in own}
-        search = LayerCauses(self.exact.layers[layer], calls, site, own, limits, part, relative_gap)
-        if (found := search.find()) is not None:
+        try:
+            search = LayerCauses(
+                self.exact.layers[layer], calls, site, own, limits, part, relative_gap,
+                self._search_time,
+            )  # fmt: skip
+            found = search.find()
+        except TimeoutError:
+            text = f"the search for a cause was ended after {self._search_time.text}"
+            return Cause("unknown", f"{self._profile(gaps[first])}; {text}")
+        if found is not None:
             return found
         return Cause("unknown", self._profile(gaps[first]))
 

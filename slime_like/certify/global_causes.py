@@ -5,7 +5,6 @@ reported log-probs is the cause."""
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -22,6 +21,7 @@ from slime_like.certify.causes import (
     KNOWN_SWITCHES,
     Cause,
     Change,
+    SearchTime,
     changed,
     fitted,
 )
@@ -39,7 +39,7 @@ class ModelCauses:
         gap: The differences of the log-probs [N] of the model as it is now.
         short: Those of one sequence, by which candidates are fitted and rejected.
         limit: What rounding explains.
-        deadline: Of `time.monotonic()`; the pass in progress is finished.
+        search_time: For this search and others; the pass in progress is finished.
     """
 
     def __init__(
@@ -48,18 +48,18 @@ class ModelCauses:
         gap: Callable[[], Tensor],
         short: Callable[[], Tensor],
         limit: float,
-        deadline: float = math.inf,
+        search_time: SearchTime | None = None,
     ) -> None:
         self._model = model.model
         self._gap = gap
         self._short = short
         self._limit = limit
-        self._deadline = deadline
+        self._time = search_time or SearchTime(math.inf)
 
     @torch.no_grad()
     def find(self) -> Cause | None:
-        """The cause, or None if no candidate is one. Raises TimeoutError at the deadline: some
-        hundred passes may be needed, each as long as the model is large."""
+        """The cause, or None if no candidate is one. Raises TimeoutError at the end of the time:
+        some hundred passes may be needed, each as long as the model is large."""
         whole = float(self._timely(self._gap).mean())
         one = float(self._timely(self._short).mean())
         for change in self._candidates():
@@ -77,8 +77,7 @@ class ModelCauses:
             return float(self._timely(self._short).mean())
 
     def _timely(self, measure: Callable[[], Tensor]) -> Tensor:
-        if time.monotonic() >= self._deadline:
-            raise TimeoutError
+        self._time.check()
         return measure()
 
     def _fit(self, make: Callable[[float], Change], grid: Sequence[float]) -> Change:

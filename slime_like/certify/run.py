@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import time
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from arguments.hf.quantization import folder_quantization
-from slime_like.certify.causes import Cause
+from slime_like.certify.causes import Cause, SearchTime
 from slime_like.certify.certificate import Certificate, write
 from slime_like.certify.compare import Examination, Finding, Reference
 from slime_like.certify.global_causes import ModelCauses
@@ -46,7 +46,6 @@ LONGEST = 512
 PROMPT_LENGTH = 24
 RESPONSE_LENGTH = 24
 TIMEOUT_S = 6 * 3600.0  # of rank 0's work alone, while the other ranks wait
-SEARCH_S = 600.0  # for a setting of the whole model, of all servers together
 PACKAGES = ("torch", "transformers", "megatron-core")
 
 T = TypeVar("T")
@@ -64,6 +63,8 @@ class CertifierSettings:
     seed: int
     sampling: SamplingParams
     trust_remote_code: bool = False
+    # for the causes of all layers together, and for settings of the whole model of all servers
+    search_s: float = 600.0
 
 
 class Certifier:
@@ -202,7 +203,10 @@ class Certifier:
             exact = synced_model(settings, weights, torch.float64)
             rounded = synced_model(settings, weights, dtype)
             base = file_model(settings.folder, dtype, settings.trust_remote_code).weights()
-        reference = Reference(exact, rounded, self._sequences, states, self._earlier, base)
+        time_of_layers = SearchTime(settings.search_s)
+        reference = Reference(
+            exact, rounded, self._sequences, states, self._earlier, base, time_of_layers
+        )
         found = {"trainer": reference.examine("trainer", states, as_slots(rounded, weights))}
         if isinstance(self._engine, LocalEngine):
             engine = LayeredModel(self._engine.model)
@@ -213,9 +217,11 @@ class Certifier:
         for url, traced in traces:
             # a server computes all layers in a row: each is compared on what it got itself
             given = exact.without_scaled_embedding(self._sequences, traced)
-            of_server = Reference(exact, rounded, self._sequences, given)
+            of_server = Reference(
+                exact, rounded, self._sequences, given, search_time=time_of_layers
+            )
             found[url] = of_server.examine(url, given, {})
-        search = SettingSearch(exact, self._settings.sampling.temperature)
+        search = SettingSearch(exact, settings.sampling.temperature, settings.search_s)
         log_probs = {}
         for name, requests, answers in outputs:
             # what a layer's finding explains needs no search
@@ -275,13 +281,13 @@ class Certifier:
 
 class SettingSearch:
     """Looks for the settings of whole models that explain the log-probs of one server after the
-    other, all together in `SEARCH_S`."""
+    other, all together in `seconds`."""
 
-    def __init__(self, exact: LayeredModel, temperature: float) -> None:
+    def __init__(self, exact: LayeredModel, temperature: float, seconds: float = math.inf) -> None:
         """exact: The reference, in float64."""
         self._exact = exact
         self._temperature = temperature or 1.0
-        self._deadline: float | None = None  # from the first search on
+        self._time = SearchTime(seconds)
         self._done: list[tuple[Sequence[GenerateOutput], Cause | None]] = []
 
     def find(
@@ -295,19 +301,17 @@ class SettingSearch:
         for others, known in self._done:
             if alike(others, answers, limit):
                 return known
-        if self._deadline is None:
-            self._deadline = time.monotonic() + SEARCH_S
         first = next(i for i, answer in enumerate(answers) if is_answer(answer))
         gap = partial(self._gap, requests, answers)
         short = partial(self._gap, requests[first : first + 1], answers[first : first + 1])
         try:
-            cause = ModelCauses(self._exact, gap, short, limit, self._deadline).find()
+            cause = ModelCauses(self._exact, gap, short, limit, self._time).find()
         except TimeoutError:
             cause = None
             warn_rank_0(
                 logger,
                 f"the search for a setting that explains the log-probs of {name} was ended after "
-                f"{SEARCH_S / 60:g} minutes; one may explain them all the same",
+                f"{self._time.text}; one may explain them all the same",
             )
         self._done.append((answers, cause))
         return cause

@@ -118,8 +118,10 @@ class MegatronBackend:
 
         self.policy = make_policy(config, layout, self.hf, total_steps=total_steps)
         self._merge_rounding: MergeRounding | None = None
-        if isinstance(self.policy, LoraNetwork) and self.policy.config.params_dtype.itemsize < 4:
-            self._merge_rounding = MergeRounding(self.policy)
+        interval = config.lora.lora_rounding_interval
+        is_rounded = self.transformer.params_dtype.itemsize < 4
+        if isinstance(self.policy, LoraNetwork) and is_rounded and interval:
+            self._merge_rounding = MergeRounding(self.policy, interval)
         self.adapter_shape = self._start_adapter(config.lora.lora_adapter_path)
         self.reference = make_reference(config, self.policy)
         self.averaged_policy = make_self_teacher(config, self.policy)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 from slime_like.errors import RunError
 from slime_like.servers.http import CONTROL_S, RequestFailed
@@ -12,26 +14,42 @@ from slime_like.servers.server_pool import ServerPool, Worker
 from slime_like.text import list_names, shown
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+def of_each(
+    workers: Sequence[Worker], call: Callable[[Worker], T]
+) -> Iterator[tuple[Worker, T | RequestFailed]]:
+    """Every server with what `call` returns for it, or with the failure of its request. The calls
+    are concurrent."""
+    with ThreadPoolExecutor(max_workers=max(1, len(workers))) as threads:
+        pending = [(worker, threads.submit(call, worker)) for worker in workers]
+        for worker, future in pending:
+            try:
+                answer: T | RequestFailed = future.result()
+            except RequestFailed as failure:
+                answer = failure
+            yield worker, answer
 
 
 def call_servers(pool: ServerPool, workers: Sequence[Worker], call: ServerCall) -> None:
     """POST to all servers; a server that fails is evicted."""
-    for worker in workers:
-        try:
-            pool.post(worker, call, timeout_s=CONTROL_S)
-        except RequestFailed as failure:
-            pool.evict(worker, str(failure))
+
+    def post(worker: Worker) -> object:
+        return pool.post(worker, call, timeout_s=CONTROL_S)
+
+    for worker, answer in of_each(workers, post):
+        if isinstance(answer, RequestFailed):
+            pool.evict(worker, str(answer))
 
 
 def check_versions(pool: ServerPool, workers: Sequence[Worker], version: int) -> list[Worker]:
     """Check that every server reports `version`; returns the servers that respond. Raises RunError
     if one reports another version, or if none is left."""
     responding = []
-    for worker in workers:
-        try:
-            reported = pool.weight_version(worker)
-        except RequestFailed as failure:
-            pool.evict(worker, str(failure))
+    for worker, reported in of_each(workers, pool.weight_version):
+        if isinstance(reported, RequestFailed):
+            pool.evict(worker, str(reported))
             continue
         if reported != str(version):
             raise RunError(
@@ -48,11 +66,9 @@ def check_equal_weights(pool: ServerPool, workers: Sequence[Worker]) -> None:
     """Check that servers of equal tensor-parallel size report equal weight checksums; otherwise
     raise RunError. Servers without the endpoint are skipped."""
     reference: dict[tuple[str, ...], dict[str, str]] = {}
-    for worker in workers:
-        try:
-            sums = pool.checksums(worker)
-        except RequestFailed as failure:
-            logger.warning(f"the engine {worker.url} gives no checksums of its weights: {failure}")
+    for worker, sums in of_each(workers, pool.checksums):
+        if isinstance(sums, RequestFailed):
+            logger.warning(f"the engine {worker.url} gives no checksums of its weights: {sums}")
             continue
         expected = reference.setdefault(tuple(sorted(sums)), sums)
         different = [name for name in sums if sums[name] != expected[name]]

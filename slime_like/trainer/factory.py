@@ -55,6 +55,7 @@ def make_certifier(
         config.data.rollout_seed,
         training_sampling(config.rollout),
         config.model.trust_remote_code,
+        60 * config.guards.certify_search_minutes,
     )
     return Certifier(backend, engine, settings)
 

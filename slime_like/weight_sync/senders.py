@@ -30,7 +30,7 @@ class Order(Protocol):
 
 
 class SendingRanks:
-    """One weight update over all ranks. Rank 0 calls either `gathered` or `order` once, then
+    """One weight update over all ranks. Rank 0 calls either `gathered` or, once, `order`, then
     `finish`; the other ranks call `assist`."""
 
     def __init__(self, weights: Iterator[tuple[str, Tensor]], max_bytes: int) -> None:
@@ -50,15 +50,21 @@ class SendingRanks:
         return isinstance(self._weights, WeightStream) and dist.get_world_size() > 1
 
     @property
+    def are_gathered(self) -> bool:
+        """Whether `gathered` was called."""
+        return self._gathered is not None
+
+    @property
     def plan(self) -> tuple[BucketPlan, ...]:
         """Which rank sends which bucket, if several ranks send."""
         assert isinstance(self._weights, WeightStream), "asked where there are several"
         return self._weights.plan
 
     def gathered(self) -> WeightBuckets:
-        """All weights, gathered on rank 0."""
-        self._send_order(None)
-        self._gathered = self._gather()
+        """All weights, gathered on rank 0; the same stream each time."""
+        if self._gathered is None:
+            self._send_order(None)
+            self._gathered = self._gather()
         return self._gathered
 
     def order(self, order: Order) -> WeightStream:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import NoReturn
 
 import torch
 
 from slime_like.errors import RunError
+from slime_like.servers.control_plane import of_each
 from slime_like.servers.http import CONTROL_S, RequestFailed
 from slime_like.servers.server_api import ServerCall
 from slime_like.servers.server_pool import ServerPool, Worker
@@ -50,15 +50,12 @@ class Servers:
             self.raise_none_left(f"{what}: no engine is left")
         failures: list[str] = []
         succeeded: list[Worker] = []
-        with ThreadPoolExecutor(max_workers=len(workers)) as threads:
-            pending = [(worker, threads.submit(call, worker)) for worker in workers]
-            for worker, future in pending:
-                try:
-                    future.result()
-                    succeeded.append(worker)
-                except RequestFailed as failure:
-                    failures.append(str(failure))
-                    self.pool.evict(worker, f"{what}: {failure}")
+        for worker, answer in of_each(workers, call):
+            if isinstance(answer, RequestFailed):
+                failures.append(str(answer))
+                self.pool.evict(worker, f"{what}: {answer}")
+            else:
+                succeeded.append(worker)
         if len(failures) == len(workers):
             self.raise_none_left(f"{what} failed on every engine: " + "; ".join(failures))
         return succeeded
@@ -93,12 +90,11 @@ class Servers:
         """Tensor-parallel size of each server. One that does not respond is evicted and ends this
         update."""
         sizes = []
-        for worker in workers:
-            try:
-                sizes.append(self.size(worker))
-            except RequestFailed as failure:
-                self.pool.evict(worker, str(failure))
-                raise UpdateIncomplete(str(failure)) from None
+        for worker, size in of_each(workers, self.size):
+            if isinstance(size, RequestFailed):
+                self.pool.evict(worker, str(size))
+                raise UpdateIncomplete(str(size))
+            sizes.append(size)
         return sizes
 
     def size(self, worker: Worker) -> int:

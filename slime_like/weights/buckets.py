@@ -85,14 +85,25 @@ class WeightBuckets(Iterator[tuple[str, Tensor]]):
         self.shapes: dict[str, tuple[int, ...]] = {}  # of what has been consumed, as are the bytes
         self.nbytes = 0
         self._buckets = buckets
+        self._first: Bucket | None = None  # made in advance
         self._pairs = self._in_pairs()
 
+    def make_first(self) -> None:
+        """Make the first bucket in advance."""
+        assert self._first is None, "once, before the others"
+        self._first = next(self._buckets, None)
+
     def buckets(self) -> Iterator[Bucket]:
-        while (bucket := next(self._buckets, None)) is not None:
+        while (bucket := self._made()) is not None:
             self.shapes |= {tensor.name: tensor.shape for tensor in bucket.tensors}
             self.nbytes += bucket.flat.nbytes
             yield bucket
             del bucket  # a suspended generator would keep it while the next one is made
+
+    def _made(self) -> Bucket | None:
+        first = self._first
+        self._first = None
+        return next(self._buckets, None) if first is None else first
 
     def _in_pairs(self) -> Iterator[tuple[str, Tensor]]:
         buckets = self.buckets()

@@ -27,7 +27,8 @@ def layouts(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str, 
             network = backend.policy
             assert isinstance(network, LoraNetwork)
             rounding = MergeRounding(network)
-            metrics, weights, factors = [], [], []
+            of_second = MergeRounding(network, 2)
+            metrics, seconds, weights, factors = [], [], [], []
             generator = torch.Generator().manual_seed(5)
             for _ in range(3):
                 moved = {
@@ -37,9 +38,15 @@ def layouts(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str, 
                 set_factors(network, moved)
                 metrics.append(rounding.measure())
                 metrics.append(rounding.measure())  # of the same adapter again
+                seconds.append(of_second.measure())
                 weights.append({key: w.clone() for key, w in backend.export_weights()})
                 factors.append({key: f.clone() for key, f in gather_factors(network)})
             if rank == 0:
-                found = {"metrics": metrics, "weights": weights, "factors": factors}
+                found = {
+                    "metrics": metrics,
+                    "seconds": seconds,
+                    "weights": weights,
+                    "factors": factors,
+                }
                 torch.save(found, f"{arguments['out']}/{name}.pt")
     return {}

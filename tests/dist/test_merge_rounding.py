@@ -91,6 +91,7 @@ def test_the_metrics_are_those_of_what_an_engine_gets(
     metrics = found[name]["metrics"]
     assert metrics[0] == {}, "there is nothing to compare the first version with"
     assert metrics[1] == metrics[3] == metrics[5] == {}, "nothing was to change"
+    assert found[name]["seconds"] == [{}, metrics[2], {}], "with an interval of 2"
     for version in (1, 2):
         share, error, whole = by_hand(found[name], found[name]["base"], version)
         assert 0.01 < share < 0.9 and error > 0.3, "the step should be one that rounding hurts"

@@ -594,7 +594,11 @@ struct Works : c10d::Work {
   bool done = false;
   Works(std::vector<c10::intrusive_ptr<c10d::Work>> w, std::function<void()> a, std::vector<Tensor> r)
       : works(std::move(w)), after(std::move(a)), results(std::move(r)) {}
-  bool isCompleted() override { return done; }
+  bool isCompleted() override {
+    if (done) return true;
+    for (auto& w : works) if (!w->isCompleted()) return false;
+    return wait(std::chrono::milliseconds(0));
+  }
   bool isSuccess() const override { return true; }
   bool wait(std::chrono::milliseconds) override {
     if (done) return true;

@@ -196,7 +196,7 @@ def test_a_killed_run_resumes_to_the_same_bits(
     assert all(tensor.equal(found[name]) for name, tensor in expected.items())
 
 
-@pytest.mark.parametrize("transport", ["disk", "tensor"])
+@pytest.mark.parametrize("transport", ["disk", "tensor", "broadcast"])
 def test_weights_reach_a_server(
     transport: str, server: TrainServer, work: Workspace, tmp_path: Path
 ) -> None:
@@ -205,6 +205,7 @@ def test_weights_reach_a_server(
         flags: dict[str, Any] = dict(
             rollout_engine="sglang", rollout_external_engine_addrs=fake.address, no_sglang_router="",
             update_weight_transport=transport, offload="", n_samples_per_prompt=2, micro_batch_size=2,
+            update_weight_buffer_size=2**16,  # several buckets: the next is made while one is sent
         )  # fmt: skip
         server.train(work.flags(tmp_path, **flags, **MIXED), tmp_path / "log").ok()
         assert fake.count("/release_memory_occupation") > 1

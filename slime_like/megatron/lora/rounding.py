@@ -25,17 +25,20 @@ BLOCK = 2**20
 
 
 class MergeRounding:
-    """Compares each version with the one before. Keeps a copy of the factors, which are small.
-    Replicas of a weight share the work."""
+    """Compares a version with the one before: the second and then every `interval`-th. Keeps a copy
+    of the factors of the one before, which are small. Replicas of a weight share the work."""
 
-    def __init__(self, network: LoraNetwork) -> None:
+    def __init__(self, network: LoraNetwork, interval: int = 1) -> None:
+        assert interval > 0
         self._network = network
+        self._interval = interval
+        self._unmeasured = 0  # versions to come that neither are measured nor precede one that is
         self._before: list[dict[str, Lora]] | None = None
 
     @torch.no_grad()
     def measure(self) -> dict[str, float]:
-        """Call it once for each version. Collective. Returns {} for the first one, and while the
-        adapter does not change; otherwise
+        """Call it once for each version. Collective. Returns {} for those that are not measured,
+        and while the adapter does not change; otherwise
 
         - `lora/merged_changed_frac`: the share of elements with U_t != 0 that change in the engine,
           S_t != S_{t-1};
@@ -48,13 +51,19 @@ class MergeRounding:
         network = self._network
         adapters = [adapter.layers for adapter in network.adapters]
         before = self._before
+        if before is None and self._unmeasured:
+            self._unmeasured -= 1
+            return {}
         if before is not None and not self._is_new(before):
             return {}
-        self._before = [
-            {name: _copy_of(layer) for name, layer in layers.items()} for layers in adapters
-        ]
+        self._before = None
+        if before is None or self._interval == 1:
+            self._before = [
+                {name: _copy_of(layer) for name, layer in layers.items()} for layers in adapters
+            ]
         if before is None:
             return {}
+        self._unmeasured = max(0, self._interval - 2)
         # stepped elements, those of them that changed, squared norms of the error, of the step, of
         # the adapter's error and of the adapter
         sums = torch.zeros(6, dtype=torch.float64, device=network.device)

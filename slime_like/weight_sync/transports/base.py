@@ -38,7 +38,7 @@ class WeightTransport:
 
     def stage(self, ranks: SendingRanks, version: int) -> None:
         """What `update` can do in advance, while servers go on sampling with the old weights: a
-        transport through files writes them."""
+        transport through files writes them, the others make the first bucket."""
 
     def update(self, ranks: SendingRanks, version: int, workers: Sequence[Worker]) -> None:
         """As `send`, but other ranks may send too. Transports that only send from rank 0 implement

@@ -18,6 +18,7 @@ from slime_like.weight_sync.senders import SendingRanks
 from slime_like.weight_sync.servers import Servers, UpdateIncomplete
 from slime_like.weight_sync.transports.base import WeightTransport
 from slime_like.weight_sync.transports.broadcast_ranks import BroadcastOrder, Turns
+from slime_like.weight_sync.transports.overlap import Handover, send_while_made
 from slime_like.weight_sync.transports.process_group import (
     BroadcastFailed,
     BroadcastGroup,
@@ -25,7 +26,7 @@ from slime_like.weight_sync.transports.process_group import (
     backend_of,
 )
 from slime_like.weights.buckets import Bucket, WeightBuckets
-from slime_like.weights.gather import WeightStream
+from slime_like.weights.export_plan import BucketPlan
 
 
 class BroadcastTransport(WeightTransport):
@@ -40,16 +41,28 @@ class BroadcastTransport(WeightTransport):
         self._rendezvous: GroupRendezvous | None = None
         # members of the groups; a restarted or evicted server counts as a new member
         self._members: list[tuple[Worker, EngineProcess | None, int]] = []
+        self._sizes: list[int] = []  # their tensor-parallel sizes
         self._numbers = 0  # counter for unique names
         self._copy: tuple[int, list[Bucket]] | None = None  # version, weights
 
+    def stage(self, ranks: SendingRanks, version: int) -> None:
+        """See `WeightTransport`. A server receives a bucket into the weights that it computes with,
+        so only the first one is made before it pauses. If every rank sends, none is: the ranks get
+        their order when it is known which servers take part."""
+        if self._sends_from_rank_zero(ranks, self.servers.pool.alive()):
+            ranks.gathered().make_first()
+
     def update(self, ranks: SendingRanks, version: int, workers: Sequence[Worker]) -> None:
-        if self.restores or not ranks.multiple_senders or self._is_unreachable(workers):
+        """See `WeightTransport`."""
+        if ranks.are_gathered or self._sends_from_rank_zero(ranks, workers):
             self.send(ranks.gathered(), version, workers)
         else:
             self.servers.in_session(
                 workers, version, lambda ready: self._broadcast_from_all(ranks, version, ready)
             )
+
+    def _sends_from_rank_zero(self, ranks: SendingRanks, workers: Sequence[Worker]) -> bool:
+        return self.restores or not ranks.multiple_senders or self._is_unreachable(workers)
 
     def send(self, weights: WeightBuckets, version: int, workers: Sequence[Worker]) -> None:
         self._copy = None  # free the old copy first: never two in memory
@@ -72,18 +85,22 @@ class BroadcastTransport(WeightTransport):
     ) -> None:
         with self._abort_on_failure(workers):
             if rendezvous := self._new_rendezvous(workers, {0}):
-                sizes = self.servers.sizes(workers)
-                self._groups[0] = self._group(self._name, rendezvous, workers, sizes)
-            for bucket in weights.buckets():
-                self._groups[0].send(bucket.tensors, bucket.flat, version, is_last=bucket.is_last)
-                if self.restores:
-                    copy.append(dataclasses.replace(bucket, flat=bucket.flat.to("cpu")))
-                del bucket  # free it before the next one is built
+                self._groups[0] = self._group(self._name, rendezvous, workers, self._sizes)
+
+            def send(buckets: Handover) -> None:
+                for bucket in buckets:
+                    self._groups[0].send(
+                        bucket.tensors, bucket.flat, version, is_last=bucket.is_last
+                    )
+                    if self.restores:
+                        copy.append(dataclasses.replace(bucket, flat=bucket.flat.to("cpu")))
+                    del bucket  # free it before the next one is taken
+
+            send_while_made(weights.buckets(), send)
 
     def _broadcast_from_all(
         self, ranks: SendingRanks, version: int, workers: Sequence[Worker]
     ) -> None:
-        sizes = self.servers.sizes(workers)
         senders = sorted({planned.sender for planned in ranks.plan})
         is_new = self._new_rendezvous(workers, senders) is not None
         assert self._rendezvous is not None
@@ -91,7 +108,7 @@ class BroadcastTransport(WeightTransport):
             self._name,
             self._rendezvous.address,
             self._rendezvous.port,
-            1 + sum(sizes),
+            1 + sum(self._sizes),
             backend_of(self.servers.device),
             self._rendezvous.timeout_s,
             update=self._new_name(),
@@ -106,11 +123,13 @@ class BroadcastTransport(WeightTransport):
                         order.name_of(sender),
                         self._rendezvous,
                         workers,
-                        sizes,
+                        self._sizes,
                         sends_here=sender == 0,
                         stopped=turns.raise_if_failed,
                     )
-                self._take_turns(weights, stream, version, turns)
+                send_while_made(
+                    stream, lambda buckets: self._take_turns(weights.plan, buckets, version, turns)
+                )
         except BaseException:
             turns.fail("a server, or another rank, failed")
             turns.end(range(len(weights.plan)))
@@ -120,20 +139,19 @@ class BroadcastTransport(WeightTransport):
                 pass
 
     def _take_turns(
-        self, weights: WeightStream, stream: Iterator[Bucket], version: int, turns: Turns
+        self, plan: Sequence[BucketPlan], own: Handover, version: int, turns: Turns
     ) -> None:
-        last = len(weights.plan) - 1
-        for number, planned in enumerate(weights.plan):
-            flat = next(stream).flat if planned.sender == 0 else None
+        def stopped() -> None:
+            turns.raise_if_failed()
+            own.raise_if_not_made()
+
+        for number, planned in enumerate(plan):
+            flat = next(own).flat if planned.sender == 0 else None
             turns.grant(number)
             self._groups[planned.sender].send(
-                planned.tensors,
-                flat,
-                version,
-                is_last=number == last,
-                stopped=turns.raise_if_failed,
+                planned.tensors, flat, version, is_last=number == len(plan) - 1, stopped=stopped
             )
-            del flat  # free it before the next one is built
+            del flat  # free it before the next one is taken
 
     @property
     def latest(self) -> int | None:
@@ -188,6 +206,7 @@ class BroadcastTransport(WeightTransport):
         if self._groups.keys() == set(senders) and members == self._members:
             return None
         self._abandon()
+        self._sizes = self.servers.sizes(workers)
         self._name = self._new_name()
         self._members = members
         self._rendezvous = self._rendezvous_for(workers)

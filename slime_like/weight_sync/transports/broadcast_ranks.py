@@ -3,19 +3,20 @@
 A server takes one bucket at a time; two servers that took buckets of two senders in different
 orders would deadlock. So rank 0 calls the servers bucket by bucket, in the order of a plan known to
 all ranks, and signals the sender through the rendezvous store. A sender gathers its next bucket
-while others send. Failures are signalled through the same store.
+while it or others send. Failures are signalled through the same store.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
 
+from slime_like.weight_sync.transports.overlap import Handover, send_while_made
 from slime_like.weight_sync.transports.process_group import POLL_S, BroadcastFailed, Member, connect
 from slime_like.weights.gather import WeightStream
 
@@ -79,24 +80,32 @@ class BroadcastOrder:
     def assist(self, weights: WeightStream) -> None:
         stream = weights.own().buckets()
         rank = dist.get_rank()
+        numbers = [n for n, planned in enumerate(weights.plan) if planned.sender == rank]
         turns: Turns | None = None
         try:
-            if any(planned.sender == rank for planned in weights.plan):
+            if numbers:
                 membership = self._join()
                 turns = Turns(membership.store, self.update)
-                for number, planned in enumerate(weights.plan):
-                    if planned.sender == rank:
-                        bucket = next(stream)
-                        turns.wait_for_turn(number)
-                        membership.member.broadcast(bucket.flat, _wait_unless_failed(turns))
-                        del bucket  # free it before the next one is built
+                taken = turns
+                send_while_made(
+                    stream,
+                    lambda own: _send_in_turn(own, numbers, membership.member, taken),
+                    self._fail,
+                )
         except (RuntimeError, OSError) as failure:
             leave_group()
             if turns is not None:
                 with contextlib.suppress(RuntimeError):
-                    turns.fail(f"rank {rank}: {str(failure).splitlines()[0]}")
+                    turns.fail(_of_this_rank(failure))
         for _ in stream:  # consume: it contains collectives
             pass
+
+    def _fail(self, error: BaseException) -> None:
+        """Tell rank 0, which lets the sending thread go. That thread may wait for its turn in the
+        group's own connection."""
+        with contextlib.suppress(RuntimeError):
+            store = connect(self.address, self.port, self.timeout_s)
+            Turns(store, self.update).fail(_of_this_rank(error))
 
     def _join(self) -> Membership:
         if not _membership or _membership[0].groups != self.groups:
@@ -122,6 +131,20 @@ def leave_group() -> None:
     """Leave the group without waiting for the other members."""
     while _membership:
         _membership.pop().member.abandon()
+
+
+def _of_this_rank(error: BaseException) -> str:
+    return f"rank {dist.get_rank()}: {(str(error) or type(error).__name__).splitlines()[0]}"
+
+
+def _send_in_turn(own: Handover, numbers: Sequence[int], member: Member, turns: Turns) -> None:
+    """numbers: of this rank's buckets in the plan."""
+    wait = _wait_unless_failed(turns)
+    for number in numbers:
+        bucket = next(own)
+        turns.wait_for_turn(number)
+        member.broadcast(bucket.flat, wait)
+        del bucket  # free it before the next one is taken
 
 
 def _wait_unless_failed(turns: Turns) -> Callable[[Callable[[], bool]], None]:

@@ -18,12 +18,13 @@ from torch import Tensor
 from slime_like.servers.http import RequestFailed
 from slime_like.servers.nodes import address_towards
 from slime_like.servers.server_api import JoinGroup, ServerApi, ServerCall
+from slime_like.weight_sync.transports.overlap import queued_work, use_own_stream
 from slime_like.weights.export_plan import TensorPlan
 
 Call = Callable[[ServerCall], object]  # makes a call to one server
 # a server rejects a bucket at once; if it accepts, it responds only after the broadcast
 REFUSAL_S = 0.05
-POLL_S = 0.002
+POLL_S = 0.0005  # a bucket may take a few milliseconds
 
 
 class BroadcastFailed(RuntimeError):
@@ -94,19 +95,18 @@ class Member:
         it ends the broadcast. Raises BroadcastFailed."""
         # NCCL makes its communicator in the first broadcast: that call itself blocks until all
         # members take part
-        done = _in_thread(self._broadcast, flat)
+        done = _in_thread(self._broadcast, flat, queued_work(flat.device))
         wait(done.done)
         try:
             done.result()
         except RuntimeError as error:
             raise BroadcastFailed(f"the broadcast failed: {str(error).splitlines()[0]}") from None
 
-    def _broadcast(self, flat: Tensor) -> None:
-        if flat.is_cuda:
-            torch.cuda.set_device(flat.device)  # of this thread
+    def _broadcast(self, flat: Tensor, ready: torch.cuda.Event | None) -> None:
+        use_own_stream(flat.device, ready)
         work = dist.broadcast(flat, src=0, group=self._group, async_op=True)
         assert work is not None
-        while not work.is_completed():
+        while flat.is_cuda and not work.is_completed():  # its `wait` is one of the stream alone
             time.sleep(POLL_S)
         work.wait()
 
@@ -280,13 +280,17 @@ class BroadcastGroup:
             raise BroadcastFailed(f"{what}: " + "; ".join(problems.values()), tuple(problems))
 
 
-def _in_thread(function: Callable[[Tensor], None], flat: Tensor) -> Future[None]:
+def _in_thread(
+    function: Callable[[Tensor, torch.cuda.Event | None], None],
+    flat: Tensor,
+    ready: torch.cuda.Event | None,
+) -> Future[None]:
     """Call a function in a thread that the end of this process does not wait for."""
     future: Future[None] = Future()
 
     def call() -> None:
         try:
-            function(flat)
+            function(flat, ready)
             future.set_result(None)
         except BaseException as error:
             future.set_exception(error)

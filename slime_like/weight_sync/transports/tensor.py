@@ -4,14 +4,15 @@
   bucket until every server has closed it, and a server closes it once its stream has read it; in
   addition a bucket stays referenced here until every server has answered the next one (so has left
   the code that read it), and the last until the update has ended. Nothing is collected before that:
-  two buckets at a time. Not covered on a GPU, which our tests do not have;
-- on a CPU, the bytes themselves (--update-weight-transport tensor). Shared memory would require
-  common keys, or a helper process that outlives both.
+  two buckets at a time, so none is made while another is sent. Not covered on a GPU, which our
+  tests do not have;
+- on a CPU, the bytes themselves (--update-weight-transport tensor), while the next bucket is made.
+  Shared memory would require common keys, or a helper process that outlives both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -25,6 +26,7 @@ from slime_like.servers.server_api import ServerApi
 from slime_like.servers.server_pool import Worker
 from slime_like.weight_sync.senders import SendingRanks
 from slime_like.weight_sync.transports.base import WeightTransport
+from slime_like.weight_sync.transports.overlap import send_while_made
 from slime_like.weights.buckets import Bucket, WeightBuckets
 from slime_like.weights.gather import WeightStream
 
@@ -58,45 +60,80 @@ class NodeOrder:
         no further buckets. Returns errors by address."""
         failed: dict[str, str] = {}
         control = ControlClient(self.connect_s)
-        exported: Tensor | None = None  # the bucket before
         try:
-            for bucket in weights.buckets():
-                left = {url: ranks for url, ranks in targets.items() if url not in failed}
-                failed |= self._send(control, bucket, left)
-                if self.as_handles:
-                    exported = bucket.flat
-                del bucket  # free it before the next one is built
+            if self.as_handles:
+                self._send_handles(control, weights.buckets(), targets, failed)
+            else:
+                send_while_made(
+                    weights.buckets(),
+                    lambda buckets: self._send_bytes(control, buckets, targets, failed),
+                )
         finally:
             control.close()
+        return failed
+
+    def _send_bytes(
+        self,
+        control: ControlClient,
+        buckets: Iterator[Bucket],
+        targets: Mapping[str, int],
+        failed: dict[str, str],
+    ) -> None:
+        """failed: errors by address, which this adds to."""
+        for bucket in buckets:
+            self._send(control, bucket, targets, failed)
+            del bucket  # free it before the next one is taken
+
+    def _send_handles(
+        self,
+        control: ControlClient,
+        buckets: Iterator[Bucket],
+        targets: Mapping[str, int],
+        failed: dict[str, str],
+    ) -> None:
+        """As `_send_bytes`."""
+        exported: Tensor | None = None  # the bucket before
+        try:
+            for bucket in buckets:
+                self._send(control, bucket, targets, failed)
+                exported = bucket.flat
+                del bucket  # free it before the next one is built
+        finally:
             on_gpu = exported is not None and exported.is_cuda
             del exported
             if on_gpu:
                 torch.cuda.ipc_collect()  # what the servers closed after their last answer
-        return failed
 
     def _send(
-        self, control: ControlClient, bucket: Bucket, targets: Mapping[str, int]
-    ) -> dict[str, str]:
-        """Send one bucket. Returns errors by address instead of raising, because this rank has to
-        take part in the remaining buckets."""
-        if not targets:
-            return {}
+        self,
+        control: ControlClient,
+        bucket: Bucket,
+        targets: Mapping[str, int],
+        failed: dict[str, str],
+    ) -> None:
+        """Send one bucket to the servers that have not failed. Errors are not raised, because this
+        rank has to take part in the remaining buckets."""
+        left = {url: ranks for url, ranks in targets.items() if url not in failed}
+        if not left:
+            return
         try:
             flat = bucket.flat if self.as_handles else bucket.flat.cpu()
         except RuntimeError as error:  # out of memory
-            return dict.fromkeys(targets, str(error).splitlines()[0])
+            failed |= dict.fromkeys(left, str(error).splitlines()[0])
+            return
 
         def post(url: str) -> str | None:
             try:
-                call = self.api.bucket(bucket, flat, self.version, targets[url])
+                call = self.api.bucket(bucket, flat, self.version, left[url])
                 control.call(url + call.path, call.body, timeout_s=self.timeout_s)
             except (RequestFailed, RuntimeError) as error:
                 return str(error)
             return None
 
-        with ThreadPoolExecutor(len(targets)) as threads:
-            answers = dict(zip(targets, threads.map(post, targets), strict=True))
-        return {url: error for url, error in answers.items() if error is not None}
+        with ThreadPoolExecutor(len(left)) as threads:
+            for url, problem in zip(left, threads.map(post, left), strict=True):
+                if problem is not None:
+                    failed[url] = problem
 
 
 class TensorTransport(WeightTransport):
@@ -105,18 +142,33 @@ class TensorTransport(WeightTransport):
 
     as_handles = False
 
+    def stage(self, ranks: SendingRanks, version: int) -> None:
+        """See `WeightTransport`. A server writes a bucket into the weights that it computes with,
+        so only the first one is made before it pauses; memory is too scarce for that where handles
+        are sent, to the same GPU."""
+        workers = self.servers.pool.alive()
+        if not self.as_handles and not self._sends_from_nodes(ranks, workers):
+            ranks.gathered().make_first()
+
     def update(self, ranks: SendingRanks, version: int, workers: Sequence[Worker]) -> None:
+        """See `WeightTransport`."""
+
         def move(order: NodeOrder) -> dict[str, str]:
             return order.execute(ranks.order(order))
 
-        if ranks.multiple_senders and any(sender_of(worker) for worker in workers):
+        if not ranks.are_gathered and self._sends_from_nodes(ranks, workers):
             self.servers.in_session(
                 workers, version, lambda ready: self._move(move, version, ready)
             )
         else:
             self.send(ranks.gathered(), version, workers)
 
+    def _sends_from_nodes(self, ranks: SendingRanks, workers: Sequence[Worker]) -> bool:
+        return ranks.multiple_senders and any(sender_of(worker) for worker in workers)
+
     def send(self, weights: WeightBuckets, version: int, workers: Sequence[Worker]) -> None:
+        """See `WeightTransport`."""
+
         def move(order: NodeOrder) -> dict[str, str]:
             every_server: dict[str, int] = {}
             for targets in order.targets.values():

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from scripts.make_tiny_model import make_tiny_model
-from slime_like.certify import global_causes, run
+from slime_like.certify import causes, run
 from slime_like.certify.global_causes import ModelCauses
 from slime_like.certify.layered import LayeredModel
 from slime_like.certify.log_probs import compare_log_probs, sampled_tokens
@@ -116,12 +116,14 @@ def test_a_search_ends_in_time(
         passes.append(clock[0])
         return sampled_tokens(model, *args)
 
-    monkeypatch.setattr(global_causes.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(causes.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(run, "sampled_tokens", one_minute)
-    search = SettingSearch(exact, 1.0)
+    search = SettingSearch(exact, 1.0, 600.0)
     assert search.find("http://a", requests, outputs, LIMIT) is None
-    assert len(passes) == run.SEARCH_S / 60 == 10
-    assert "log-probs of http://a was ended after 10 minutes" in caplog.text
+    assert len(passes) == 10
+    assert "log-probs of http://a was ended after 10 minutes (--certify-search-minutes)" in (
+        caplog.text
+    )
     others = [output_of([7, 8, 6], [-1.0, -30.0, -2.0]) for _ in requests]
     assert search.find("http://b", requests, others, LIMIT) is None
     assert len(passes) == 10

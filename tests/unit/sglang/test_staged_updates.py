@@ -68,3 +68,29 @@ def test_servers_return_while_the_next_weights_are_written(
         engine.update_weights(weights(), 2)
         assert [worker.version for worker in pool.workers] == [2, 2]
         assert [server.version for server in servers] == ["2", "2"]
+
+
+@pytest.mark.parametrize("transport", ["broadcast", "tensor"])
+def test_servers_sample_until_the_first_bucket_is_made(transport: str, tmp_path: Path) -> None:
+    """They write a bucket into the weights that they compute with, so they pause for the others."""
+    model = make_served_model(tmp_path / "model", seed=0)
+    during: list[GenerateOutput] = []
+    pauses: list[int] = []
+    with (
+        fake_servers(model, 1) as (server,),
+        engine_of(model, [server], transport=transport, buffer_bytes=2**12) as engine,
+    ):
+        before = server.count("/pause_generation")
+
+        def weights() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in weights_of(model):
+                pauses.append(server.count("/pause_generation") - before)
+                if not during:
+                    during.extend(engine.generate(REQUESTS, SAMPLING))
+                yield name, tensor * 1.5
+
+        engine.update_weights(weights(), 2)
+        assert {v for output in during for v in output.weight_versions} == {1}
+        assert pauses[0] == 0 and pauses[-1] == 1
+        after = engine.generate(REQUESTS, SAMPLING)
+        assert {v for output in after for v in output.weight_versions} == {2}
