@@ -295,6 +295,11 @@ def _sized_config() -> type[TransformerConfig]:
         # experts and a dense MLP work on the same hidden state, see model/beside_mlp.py
         experts_beside_mlp: bool = False
         sinks_of_windows: bool = False  # only layers with a window have the learned sinks
+        # number of last layers that attend to the keys and values of the last one of their kind,
+        # with a window or without, before them; and whether their MLPs are twice as wide
+        shared_key_layers: int = 0
+        wide_mlps: bool = False
+        layer_input_size: int = 0  # of the input of each layer, see model/layer_inputs.py
 
         def __post_init__(self) -> None:
             self.hetereogenous_dist_checkpoint = True  # tensors of layers differ in shape

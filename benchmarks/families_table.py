@@ -27,9 +27,10 @@ import torch.distributed as dist  # noqa: E402
 
 from arguments.hf.model import read_hf_model  # noqa: E402
 from benchmarks.bench_common import write_json  # noqa: E402
-from tests.dist.family_layouts import EXACT  # noqa: E402
+from tests.dist.family_layouts import EXACT, PP2  # noqa: E402
 from tests.dist.test_families import (  # noqa: E402
     CASES,
+    LAST_TOGETHER,
     OF_EVERY_DENSE,
     OF_EVERY_EXPERTS,
     OF_EVERY_UNCUT,
@@ -78,7 +79,8 @@ def over_layouts(case: str, folder: Path) -> tuple[int, float]:
     count = 0
     largest = 0.0
     for ranks, flags in (OF_EVERY_UNCUT if case in UNCUT else whole).items():
-        cells = [(case, words) for words in flags]
+        split = LAST_TOGETHER.get(case, "")
+        cells = [(case, f"{words} {split}" if PP2 in words else words) for words in flags]
         for found in layouts.measure(ranks, cells, folder / f"ranks-{ranks}"):
             assert len(found) == len(cells)
             largest = max(largest, *(apart[k] for apart in found.values() for k in EXACT))

@@ -13,6 +13,7 @@ from arguments.rules.pipeline import (
     virtual_stages_of,
 )
 from slime_like.config import Problem, flag_name
+from slime_like.weights.attention_sizes import lending_layers
 
 # --- layout --------------------------------------------------------------------------------------
 
@@ -162,6 +163,26 @@ def check_indexer_stages(s: LayoutSettings) -> list[Problem]:
     return problem("pipeline_model_parallel_size", s.parallel.pipeline_model_parallel_size, message)
 
 
+def check_stages_of_shared_keys(s: LayoutSettings) -> list[Problem]:
+    """Layers that share keys and values have to be on one pipeline stage with those that have
+    them."""
+    sharing = s.core.get("shared_key_layers")
+    if not sharing:
+        return []
+    layers = s.core["num_layers"]
+    windows = list(map(bool, s.core.get("window_attn_skip_freq") or [0] * layers))
+    lenders = sorted(lending_layers(windows, sharing))
+    if not any(first > lenders[0] for first in first_layers(s)):
+        return []
+    message = (
+        f"must leave layers {lenders[0]} to {layers - 1} on one stage: layers {layers - sharing} "
+        f"to {layers - 1} share the keys and values of {' and '.join(map(str, lenders))}; use "
+        f"--decoder-last-pipeline-num-layers {layers - lenders[0]} or more, or "
+        "--pipeline-model-parallel-layout"
+    )
+    return problem("pipeline_model_parallel_size", s.parallel.pipeline_model_parallel_size, message)
+
+
 def warn_mla_context_parallel(s: Settings) -> str | None:
     local = resolve_transformer_impl(s.model, s.machine) == "local"
     if s.parallel.context_parallel_size == 1 or local or not s.core.get("multi_latent_attention"):
@@ -217,6 +238,7 @@ PARALLEL_RULES: tuple[Rule, ...] = (
     check_output_groups,
     check_pipeline_split,
     check_indexer_stages,
+    check_stages_of_shared_keys,
     check_distributed_backend,
 )
 

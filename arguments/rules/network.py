@@ -18,6 +18,7 @@ from arguments.rules.layout import (
     check_indexer_stages,
     check_memory_parallel,
     check_output_groups,
+    check_stages_of_shared_keys,
     check_tensor_parallel,
     check_world_size,
 )
@@ -177,6 +178,7 @@ RULES = (
     check_output_groups,
     check_pipeline_split,
     check_indexer_stages,
+    check_stages_of_shared_keys,
     check_expert_parallel_sizes,
 )
 

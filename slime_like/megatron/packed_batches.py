@@ -49,10 +49,10 @@ def join_context_ranks(values: Tensor, batches: Sequence[MicroBatch]) -> Tensor:
 
 def rows_of_pass(batch: MicroBatch) -> PackedRows:
     """The packed rows of a micro-batch for one pass through a model chunk, whose layers share what
-    they select and what its images add to their outputs."""
+    they select or lend and what its images add to their outputs."""
     assert batch.packed is not None, "packed by slime_like.megatron.packing.pack_all"
     images = None if batch.images is None else ImagePass(batch.images)
-    return replace(batch.packed, selected_keys={}, images=images)
+    return replace(batch.packed, selected_keys={}, sides={}, images=images)
 
 
 def images_of_sequence_rank(batch: MicroBatch, tp_size: int, tp_rank: int) -> MicroBatch:

@@ -21,11 +21,13 @@ from slime_like.preflight.shape import (
     delta_matrices,
     head_matrices,
     latent_matrices,
+    layer_input_matrices,
     memory_matrices,
     mixer_matrices,
     stream_matrices,
+    wider_mlps,
 )
-from slime_like.weights.attention_sizes import attention_sizes, windowed_layers
+from slime_like.weights.attention_sizes import attention_sizes, layers_of, windowed_layers
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -97,9 +99,9 @@ def forward_flops(config: TransformerConfig, gpt: GPTModelConfig) -> ForwardFlop
     elif config.multi_latent_attention:
         weights = attentions * latent_matrices(config)
     else:
-        windows = sum(windowed_layers(config))
-        weights = (attentions - windows) * head_matrices(config)
-        weights += windows * head_matrices(config, windowed=True)
+        alike = [attention_sizes(config, windowed=False)] * attentions
+        weights = sum(head_matrices(config, sizes) for sizes in layers_of(config) or alike)
+        weights += layer_input_matrices(config) + wider_mlps(config)
     mixing = 0.0
     if deltas:
         weights += deltas * delta_matrices(config)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from arguments.hf.moe import moe_layers
 from arguments.schema import GPTModelConfig
 from slime_like.images.tower import tower_shapes
-from slime_like.weights.attention_sizes import attention_sizes, windowed_layers
+from slime_like.weights.attention_sizes import AttentionSizes, attention_sizes, layers_of
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -35,11 +35,11 @@ class ModelShape:
     # number of layers without attention or delta net, and without MLP, where layers are one block
     only_mlp: int = 0
     only_mixer: int = 0
-    # by which the attentions of layers with a window differ, all together
-    of_windows: int = 0
+    # by which layers whose sizes differ, as those with a window, do so, all together
+    of_sizes: int = 0
     compressors: int = 0  # of compressed attentions, all together
     tower: int = 0  # of the vision tower, which text does not pass
-    memory: int = 0  # of memories of n-grams without their tables
+    memory: int = 0  # of memories of n-grams and inputs of layers, without their tables
     tables: int = 0  # of which a token reads a few rows
 
     @property
@@ -51,7 +51,7 @@ class ModelShape:
         dense_layers = len(self.experts) - sum(self.experts) - self.only_mixer
         layers = (len(self.experts) - self.delta_nets - self.only_mlp) * self.attention
         layers += self.delta_nets * self.delta + dense_layers * self.dense
-        layers += sum(self.experts) * self.shared + self.of_windows
+        layers += sum(self.experts) * self.shared + self.of_sizes
         layers += self.memory + self.tables + self.compressors
         return layers + self.vocabulary * (1 if self.tied else 2) + self.hidden
 
@@ -85,7 +85,7 @@ def shape_of(config: TransformerConfig, gpt: GPTModelConfig) -> ModelShape:
     if hasattr(config, "entry_rates"):
         attention = around + _compressed(config)
     else:
-        attention = around + (_latent(config) if config.multi_latent_attention else _heads(config))
+        attention = around + _grouped_or_latent(config)
 
     def mlp(inner: int, width: int = hidden) -> int:
         own = gated * width * inner
@@ -116,12 +116,18 @@ def shape_of(config: TransformerConfig, gpt: GPTModelConfig) -> ModelShape:
         delta_nets=sum(config.linear_attention_freq or []),
         only_mlp=blocks.count("-") + blocks.count("E"),
         only_mixer=blocks.count("M") + blocks.count("*"),
-        of_windows=_of_windows(config),
+        of_sizes=_of_sizes(config),
         compressors=_compressors(config),
         tower=0 if gpt.vision is None else sum(map(math.prod, tower_shapes(gpt.vision).values())),
-        memory=_memories(config),
-        tables=_tables(config),
+        memory=_memories(config) + _layer_inputs(config),
+        tables=_tables(config, gpt),
     )
+
+
+def _grouped_or_latent(config: TransformerConfig) -> int:
+    if config.multi_latent_attention:
+        return _latent(config)
+    return _heads(config, attention_sizes(config, windowed=False))
 
 
 def stream_matrices(config: TransformerConfig) -> int:
@@ -182,38 +188,57 @@ def _memories(config: TransformerConfig) -> int:
     return int(memory_matrices(config) + len(memory.layers) * own)
 
 
-def _tables(config: TransformerConfig) -> int:
+def _tables(config: TransformerConfig, gpt: GPTModelConfig) -> int:
+    inputs = config.num_layers * getattr(config, "layer_input_size", 0) * (gpt.vocab_size or 0)
     if (memory := getattr(config, "ngram_memory", None)) is None:
-        return 0
+        return int(inputs)
     return int(sum(map(memory.rows, memory.layers)) * memory.head_width)
 
 
-def head_matrices(config: TransformerConfig, *, windowed: bool = False) -> int:
-    """Weights of grouped-query attention's projections, in a layer with or without a window."""
-    sizes = attention_sizes(config, windowed=windowed)
+def layer_input_matrices(config: TransformerConfig) -> int:
+    """Weights that make the inputs of layers, less their table, and that take them."""
+    size = getattr(config, "layer_input_size", 0)
+    return int(config.num_layers * 3 * config.hidden_size * size)
+
+
+def _layer_inputs(config: TransformerConfig) -> int:
+    """The same with the norms."""
+    if not (size := getattr(config, "layer_input_size", 0)):
+        return 0
+    return int(layer_input_matrices(config) + size + config.num_layers * config.hidden_size)
+
+
+def wider_mlps(config: TransformerConfig) -> int:
+    """Weights that the MLPs of layers which share keys have beside those of the others."""
+    if not getattr(config, "wide_mlps", False):
+        return 0
+    return int(config.shared_key_layers * 3 * config.hidden_size * config.ffn_hidden_size)
+
+
+def head_matrices(config: TransformerConfig, sizes: AttentionSizes) -> int:
+    """Weights of grouped-query attention's projections, in a layer of these sizes."""
     gates = sizes.output if config.attention_output_gate else 0
     return int(config.hidden_size * (sizes.width + gates + sizes.output))
 
 
-def _heads(config: TransformerConfig, *, windowed: bool = False) -> int:
+def _heads(config: TransformerConfig, sizes: AttentionSizes) -> int:
     """Grouped-query attention: input and output projections, their biases, sinks, norms of queries
     and keys."""
-    sizes = attention_sizes(config, windowed=windowed)
     inputs = sizes.width + (sizes.output if config.attention_output_gate else 0)
     biases = inputs if config.add_qkv_bias or config.add_bias_linear else 0
     biases += config.hidden_size if config.add_bias_linear else 0
     biases += sizes.heads if sizes.sinks else 0
     of_all = getattr(config, "qk_norm_of_all_heads", False)
-    normed = (sizes.heads + sizes.groups if of_all else 2) * sizes.head_dim
+    own = 1 if sizes.reads_keys else 2
+    normed = (sizes.heads + sizes.groups if of_all else own) * sizes.head_dim
     norms = normed if config.qk_layernorm else 0
-    return head_matrices(config, windowed=windowed) + biases + norms
+    return head_matrices(config, sizes) + biases + norms
 
 
-def _of_windows(config: TransformerConfig) -> int:
-    if not hasattr(config, "window_groups"):  # not a SizedConfig
-        return 0
-    more = _heads(config, windowed=True) - _heads(config)
-    return more * sum(windowed_layers(config))
+def _of_sizes(config: TransformerConfig) -> int:
+    usual = _heads(config, attention_sizes(config, windowed=False))
+    differing = sum(_heads(config, sizes) - usual for sizes in layers_of(config))
+    return differing + wider_mlps(config)
 
 
 def delta_matrices(config: TransformerConfig) -> int:

@@ -1,10 +1,12 @@
 """Sizes of attention whose heads differ by layer: layers with a sliding window have other numbers
 or sizes of them than those without (MiMo-V2-Flash, Gemma 4), values have another size than keys
-(MiMo-V2-Flash), or those of layers without a window are the keys (Gemma 4)."""
+(MiMo-V2-Flash), those of layers without a window are the keys (Gemma 4 31B), or the last layers
+have no keys and values of their own (Gemma 4 E2B)."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -29,10 +31,16 @@ class AttentionSizes:
     value_dim: int
     projected_values: bool  # otherwise the values are the keys
     sinks: bool
+    windowed: bool = False
+    # attends to the keys and values of the last layer of its kind that has some
+    reads_keys: bool = False
+    lends_keys: bool = False
 
     @property
     def width(self) -> int:
         """Rows of the projection of queries, keys and values."""
+        if self.reads_keys:
+            return self.heads * self.head_dim
         values = self.value_dim if self.projected_values else 0
         return self.heads * self.head_dim + self.groups * (self.head_dim + values)
 
@@ -57,6 +65,7 @@ def attention_sizes(config: TransformerConfig, *, windowed: bool) -> AttentionSi
         value_dim=getattr(config, "value_channels", None) or head_dim,
         projected_values=windowed or not getattr(config, "keys_are_values", False),
         sinks=sinks and (windowed or not getattr(config, "sinks_of_windows", False)),
+        windowed=windowed,
     )
 
 
@@ -64,4 +73,22 @@ def layers_of(config: TransformerConfig) -> tuple[AttentionSizes, ...]:
     """Sizes of every layer of a SizedConfig; empty for other networks."""
     if not hasattr(config, "window_groups"):
         return ()
-    return tuple(attention_sizes(config, windowed=window) for window in windowed_layers(config))
+    windows = windowed_layers(config)
+    first = len(windows) - config.shared_key_layers
+    lenders = lending_layers(windows, config.shared_key_layers)
+    return tuple(
+        replace(
+            attention_sizes(config, windowed=window),
+            reads_keys=layer >= first,
+            lends_keys=layer in lenders,
+        )
+        for layer, window in enumerate(windows)
+    )
+
+
+def lending_layers(windows: Sequence[bool], sharing: int) -> set[int]:
+    """The layers whose keys and values the last `sharing` ones use: of each kind, with a window or
+    without, the last one before them. Fewer than the kinds of those if a kind has none."""
+    first = len(windows) - sharing
+    last = {window: layer for layer, window in enumerate(windows[:first])}
+    return {last[window] for window in windows[first:] if window in last}

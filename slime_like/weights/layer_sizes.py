@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from slime_like.weights.mappings import (
     QKV,
+    GatedMLP,
     HeadParallel,
     OfLayer,
     Replicated,
@@ -21,18 +22,24 @@ from slime_like.weights.mappings import (
 def of_layer(sizes: Sizes, layer: int) -> Sizes:
     """The sizes with those of one layer's heads."""
     own = sizes.attention[layer]
-    return dataclasses.replace(sizes, heads=own.heads, groups=own.groups, head_dim=own.head_dim)
+    ffn = sizes.ffn_of_readers if own.reads_keys else sizes.ffn
+    return dataclasses.replace(
+        sizes, heads=own.heads, groups=own.groups, head_dim=own.head_dim, ffn=ffn
+    )
 
 
 @dataclass(frozen=True)
 class SizedQKV(OfLayer, QKV):
     """Query, key and value projections of a layer with its own sizes. Where the values are the
-    keys, the file has no projection of them. Tensor-parallel ranks have whole groups."""
+    keys, the file has no projection of them, and where the keys are another layer's, of neither.
+    Tensor-parallel ranks have whole groups."""
 
     def hf_shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
         own = sizes.attention[self.layer]
-        rows = {self.query: own.heads * own.head_dim, self.key: own.groups * own.head_dim}
-        if own.projected_values:
+        rows = {self.query: own.heads * own.head_dim}
+        if not own.reads_keys:
+            rows[self.key] = own.groups * own.head_dim
+        if own.projected_values and not own.reads_keys:
             rows[self.value] = own.groups * own.value_dim
         return {name: (out,) if self.bias else (out, sizes.hidden) for name, out in rows.items()}
 
@@ -45,6 +52,8 @@ class SizedQKV(OfLayer, QKV):
         own = sizes.attention[self.layer]
         queries = own.heads // own.groups * own.head_dim
         yield TensorPart(self.query, group * queries, (group + 1) * queries)
+        if own.reads_keys:
+            return
         yield TensorPart(self.key, group * own.head_dim, (group + 1) * own.head_dim)
         if own.projected_values:
             yield TensorPart(self.value, group * own.value_dim, (group + 1) * own.value_dim)
@@ -60,6 +69,28 @@ class SizedOutput(OfLayer, RowParallel):
     def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[TensorPart]:
         output = sizes.attention[self.layer].output
         return [TensorPart(self.hf, *shard_bounds(output, tp_rank, tp_size))]
+
+
+@dataclass(frozen=True)
+class SizedMLP(OfLayer, GatedMLP):
+    """The MLP of such a layer."""
+
+    def hf_shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
+        return super().hf_shapes(of_layer(sizes, self.layer))
+
+    def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[TensorPart]:
+        return super().parts(of_layer(sizes, self.layer), tp_rank, tp_size, rows)
+
+
+@dataclass(frozen=True)
+class SizedDown(OfLayer, RowParallel):
+    """Its projection back into the residual stream."""
+
+    def hf_shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
+        return super().hf_shapes(of_layer(sizes, self.layer))
+
+    def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[TensorPart]:
+        return super().parts(of_layer(sizes, self.layer), tp_rank, tp_size, rows)
 
 
 @dataclass(frozen=True)

@@ -62,6 +62,9 @@ class Sizes:
     stream_rank: int = 0
     # by layer, where the heads of layers differ; see layer_sizes.py
     attention: tuple[AttentionSizes, ...] = ()
+    ffn_of_readers: int = 0  # inner size of the MLP in layers without keys of their own
+    layer_input: int = 0  # size of the input of a layer beside the hidden state, and of all layers
+    layer_inputs: int = 0
     memory: NgramSettings | None = None  # of n-grams
     topk: int = 0  # experts of a token
     # compressed attention: by layer tokens of an entry and whether they overlap, and of the output
@@ -275,6 +278,12 @@ class ReplicatedRows(Mapping):
         return [TensorPart(self.hf, 0, getattr(sizes, self.rows))]
 
 
+class ReplicatedMatrix(ReplicatedRows):
+    """The same, of a matrix that can have no adapter."""
+
+    linear = False
+
+
 @dataclass(frozen=True)
 class TokenExperts(Mapping):
     """A table [vocabulary, topk] of experts by token, on every rank. It is no weight: it is not
@@ -375,13 +384,14 @@ class HeadParallel(Mapping):
 
 @dataclass(frozen=True)
 class VocabParallel(Mapping):
-    """[vocab, hidden], sharded along the vocabulary: embedding and output layer. megatron-core pads
-    the last rows."""
+    """[vocab, columns], sharded along the vocabulary: embedding and output layer. megatron-core
+    pads the last rows."""
 
     hf: str
+    columns: str = "hidden"  # a field of Sizes
 
     def hf_shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
-        return {self.hf: (sizes.vocab, sizes.hidden)}
+        return {self.hf: (sizes.vocab, getattr(sizes, self.columns))}
 
     def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[TensorPart]:
         start, stop = (min(row, sizes.vocab) for row in (rows * tp_rank, rows * (tp_rank + 1)))

@@ -73,7 +73,8 @@ _QUERY_LATENT = tuple(
 )
 # optional in some families
 _QKV_BIAS = f"{ATTENTION}.linear_qkv.bias"
-_QK_NORMS = (f"{ATTENTION}.q_layernorm.weight", f"{ATTENTION}.k_layernorm.weight")
+_K_NORM = f"{ATTENTION}.k_layernorm.weight"
+_QK_NORMS = (f"{ATTENTION}.q_layernorm.weight", _K_NORM)
 _SINKS = f"{ATTENTION}.core_attention.softmax_offset"
 _FINAL_NORM = "decoder.final_layernorm."
 _EXPERT_BIAS = ".router.expert_bias"
@@ -92,6 +93,7 @@ _EXPERT_LAYERS = (
 )
 _BESIDE_MLP = (".expert_norms.", ".router.input_scale", ".router.expert_scale")
 _NORM_OF_MLP = ".pre_mlp_layernorm."
+_LAYER_INPUTS = ("layer_inputs.", ".layer_input.")
 _MEMORY = ".ngram_memory."
 _DELTA_NET = (
     *("in_proj.", "conv_weight", "A_log", "dt_bias", "norm_weight", "out_proj."),
@@ -142,6 +144,8 @@ def family_map(
         parameters = _select_layer(per_layer, sparse=bool(sparse), linear=bool(linear))
         if sized and not sized[layer].sinks:
             parameters.pop(_SINKS, None)
+        if sized and sized[layer].reads_keys:
+            parameters.pop(_K_NORM, None)
         if memory is None or layer not in memory.layers:
             parameters = {n: mapping for n, mapping in parameters.items() if _MEMORY not in n}
         if hasattr(config, "entry_rates"):
@@ -193,6 +197,8 @@ def _configured(family: ModelFamily, config: TransformerConfig) -> dict[str, Map
         parameters = {name: m for name, m in parameters.items() if _SHARED_EXPERT not in name}
     beside = getattr(config, "experts_beside_mlp", False)
     absent = (_NORM_OF_MLP,) if beside else _BESIDE_MLP
+    if not getattr(config, "layer_input_size", 0):
+        absent = (*absent, *_LAYER_INPUTS)
     parameters = {n: m for n, m in parameters.items() if not any(part in n for part in absent)}
     if config.multi_latent_attention:
         if config.transformer_impl == "transformer_engine":
@@ -297,6 +303,7 @@ def any_expert(name: str) -> str:
 def model_sizes(config: TransformerConfig, gpt: GPTModelConfig) -> Sizes:
     """Sizes of the full model. config: its TransformerConfig."""
     assert gpt.vocab_size is not None, "set when the command line is parsed"
+    layer_input = getattr(config, "layer_input_size", 0)
     return Sizes(
         hidden=config.hidden_size,
         ffn=config.ffn_hidden_size,
@@ -316,6 +323,9 @@ def model_sizes(config: TransformerConfig, gpt: GPTModelConfig) -> Sizes:
         streams=getattr(config, "residual_streams", 0),
         stream_rank=getattr(config, "stream_rank", 0),
         attention=layers_of(config),
+        ffn_of_readers=config.ffn_hidden_size * (2 if getattr(config, "wide_mlps", False) else 1),
+        layer_input=layer_input,
+        layer_inputs=layer_input * config.num_layers,
         memory=getattr(config, "ngram_memory", None),
         **_compressed_sizes(config),
     )

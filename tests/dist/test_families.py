@@ -196,6 +196,25 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "moe_intermediate_size": 12,
         },
     ),
+    # inputs of layers, and two layers with wider MLPs that share the keys of layers 2 and 3
+    "Gemma 4 E2B": (
+        "Gemma4ForCausalLM",
+        {
+            **{"num_hidden_layers": 6, "num_kv_shared_layers": 2, "use_double_wide_mlp": True},
+            **{"hidden_size_per_layer_input": 7, "attention_k_eq_v": False},
+            "vocab_size_per_layer_input": 101,
+            "layer_types": ["sliding_attention", "full_attention"] * 3,
+        },
+    ),
+    # more inputs than three hidden states hold, and shared keys that are values too
+    "Gemma 4 E4B with a tower": (
+        "Gemma4ForConditionalGeneration",
+        {
+            **{"num_hidden_layers": 6, "num_kv_shared_layers": 2},
+            **{"hidden_size_per_layer_input": 28, "vocab_size_per_layer_input": 101},
+            "layer_types": [*["sliding_attention"] * 2, "full_attention"] * 2,
+        },
+    ),
     "LFM2 with YaRN": ("Lfm2ForCausalLM", {"rope_parameters": YARN, "conv_L_cache": 2}),
     "Granite 4 with experts": (
         "GraniteMoeHybridForCausalLM",
@@ -277,6 +296,7 @@ def read(folder: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 TP2_EP2 = f"{TP2} {EP2} --expert-tensor-parallel-size 1"
+REST = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 3"
 # by number of processes: (of `CASES`, flags)
 CELLS = {
     2: [
@@ -311,6 +331,16 @@ CELLS = {
         (
             "Gemma 4 with experts",
             f"{PP2} --recompute-granularity selective --recompute-modules moe",
+        ),
+        ("Gemma 4 E2B", TP2),
+        ("Gemma 4 E2B", f"{CP2} {RECOMPUTE['recompute']}"),
+        ("Gemma 4 E2B", "--tensor-model-parallel-size 2"),
+        ("Gemma 4 E2B", f"--micro-batch-size 1 {REST}"),  # DP2
+        ("Gemma 4 E2B", f"{PP2} --decoder-last-pipeline-num-layers 4 {RECOMPUTE['recompute']}"),
+        (
+            "Gemma 4 E2B",
+            f"{PP2} --pipeline-model-parallel-layout E|t|t|t*4L "
+            "--recompute-granularity selective --recompute-modules core_attn layernorm mlp",
         ),
         ("Lfm2ForCausalLM", TP2),
         ("Lfm2ForCausalLM", f"{CP2} {RECOMPUTE['recompute']}"),
@@ -417,6 +447,8 @@ CELLS = {
         ("Gemma4ForCausalLM", f"{PP2} {TP2}"),
         ("Gemma 4 with its own values", f"{PP2} {CP2}"),
         ("Gemma 4 with experts", f"{PP2} {TP2_EP2}"),
+        ("Gemma 4 E2B", f"{PP2} {TP2} --decoder-first-pipeline-num-layers 1"),
+        ("Gemma 4 E2B", f"{PP2} {CP2} --pipeline-model-parallel-layout Et|t|t*4|L"),
         ("Lfm2ForCausalLM", f"{PP2} {TP2}"),
         ("Lfm2MoeForCausalLM", f"{PP2} {EP2}"),
         ("Lfm2MoeForCausalLM", f"{TP2_EP2} {CP2} {RECOMPUTE['recompute']}"),
@@ -457,10 +489,13 @@ OF_EVERY_EXPERTS = {
     2: [TP2_EP2, f"{CP2} {EP2}", "--micro-batch-size 1"],
     4: [f"{PP2} {EP2}"],
 }
+# with pipeline parallelism, of cases whose last layers share keys
+LAST_TOGETHER = dict.fromkeys(
+    ("Gemma 4 E2B", "Gemma 4 E4B with a tower"), "--decoder-last-pipeline-num-layers 4"
+)
 # of cases that tensor and context parallelism cannot cut
 UNCUT = ("Granite 4 with Mamba-2",)
 OF_EVERY_UNCUT = {2: [EP2, "--micro-batch-size 1", PP2], 4: [f"{PP2} {EP2}"]}
-REST = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 3"
 IN_MAKE_TEST = [
     ("Qwen3NextForCausalLM", f"{CP2} {EP2}"),
     ("Qwen3NextForCausalLM", f"{PP2} {REST}"),  # two layers on each stage
@@ -473,17 +508,17 @@ def layouts(tmp_path_factory: pytest.TempPathFactory) -> FamilyLayouts:
 
 
 def family_layouts(folder: Path) -> FamilyLayouts:
-    """Of the tiny models of `CASES`, with four layers."""
+    """Of the tiny models of `CASES`, with four layers or those of the case."""
 
     def make(family: str, folder: Path) -> None:
         like, changes = (CASES | TIES)[family]
-        changes = {k: v for k, v in changes.items() if k != "num_hidden_layers"}
+        changes = {"num_hidden_layers": 4, **changes}
         if "mlp_layer_types" in changes:
             last = changes["mlp_layer_types"][-1]
             changes = changes | {"mlp_layer_types": [*changes["mlp_layer_types"], last]}
-        if "layer_types" in changes:
+        if len(changes.get("layer_types", [])) == 3:
             changes = changes | {"layer_types": [*changes["layer_types"], "full_attention"]}
-        make_tiny_model(like, folder, num_hidden_layers=4, **changes)
+        make_tiny_model(like, folder, **changes)
 
     # the norm megatron-core takes in float32; of it a parameter that is cut is easily left out
     limits = {**EXACT, "grad_norm": 1e-6}

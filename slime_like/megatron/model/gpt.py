@@ -68,6 +68,8 @@ MODEL_FUNCTION = {
     "value_scale": "attention_value_scale", "value_norm": "", "keys_are_values": "",
     "sinks_of_windows": "", "embedding_multiplier": "", "residual_multiplier": "",
     "logits_scaling": "", "logit_softcap": "final_logit_softcapping", "rotary_share": "",
+    "shared_key_layers": "num_kv_shared_layers", "wide_mlps": "use_double_wide_mlp",
+    "layer_input_size": "hidden_size_per_layer_input",
     "layer_scalars": "", "experts_beside_mlp": "enable_moe_block", "short_conv": "",
     "router_epsilon": "",
     "activation_func_clamp_value": "swiglu_limit", "glu_linear_offset": "", "index_topk": "",
@@ -174,6 +176,10 @@ def _with_extensions(layer: ModuleSpec, config: TransformerConfig) -> ModuleSpec
         from slime_like.megatron.model.sized_attention import SizedAttention
 
         layer.submodules.self_attention.module = SizedAttention
+    if getattr(config, "layer_input_size", 0):
+        from slime_like.megatron.model.layer_inputs import LayerWithInput
+
+        layer.module = LayerWithInput
     if hasattr(config, "index_topk") and config.multi_latent_attention:  # a SparseConfig
         from slime_like.megatron.model.sparse_attention import use_sparse_attention
 
@@ -200,7 +206,9 @@ def decoder_spec(
     """The spec of one model chunk: one spec for all layers, or per-layer specs by `moe_layer_freq`
     and `linear_attention_freq`."""
     around_zero = config.layernorm_zero_centered_gamma and transformer_impl == "local"
-    if config.num_moe_experts is None and not config.linear_attention_freq and not around_zero:
+    wide_mlps = getattr(config, "wide_mlps", False)
+    alike = config.num_moe_experts is None and not config.linear_attention_freq
+    if alike and not around_zero and not wide_mlps:
         return layer_spec(config, transformer_impl)
     block = _block_spec(config, transformer_impl, vp_stage)
     for layer in block.layer_specs:
@@ -217,6 +225,10 @@ def decoder_spec(
         from slime_like.megatron.model.norms import ZeroCenteredRMSNorm
 
         block.layer_norm = ZeroCenteredRMSNorm
+    if wide_mlps:
+        from slime_like.megatron.model.layer_inputs import widen_mlps
+
+        widen_mlps(block, config, vp_stage)
     if config.linear_attention_freq:
         from slime_like.megatron.model.delta_specs import insert_delta_nets
 
@@ -290,6 +302,10 @@ def build_chunks(
             chunk.embedding.register_forward_hook(_scale_embedding)
         if chunk.pre_process and getattr(config, "embedding_multiplier", 1.0) != 1.0:
             chunk.embedding.register_forward_hook(_multiply_embedding)
+        if getattr(config, "layer_input_size", 0):
+            from slime_like.megatron.model.layer_inputs import add_layer_inputs
+
+            add_layer_inputs(chunk, padded_vocab_size(gpt, layout.tp_size))
         if hasattr(config, "residual_streams"):
             from slime_like.megatron.model.hyper_connections import add_streams
 

@@ -6,6 +6,7 @@ which packed rows need none, has the streams.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -33,8 +34,11 @@ INITIAL_STD = 0.02  # of the weights, as in transformers
 
 
 def streams_of(config: TransformerConfig) -> int:
-    """Number of residual streams, 1 without hyper-connections."""
-    return int(getattr(config, "residual_streams", 1))
+    """Number of vectors of a token that pipeline stages exchange: residual streams, 1 without
+    hyper-connections, or beside the hidden state those with the inputs of layers
+    (layer_inputs.py)."""
+    inputs = config.num_layers * getattr(config, "layer_input_size", 0)
+    return int(getattr(config, "residual_streams", 1) + math.ceil(inputs / config.hidden_size))
 
 
 class HyperConnection(torch.nn.Module, ABC):

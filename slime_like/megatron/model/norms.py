@@ -26,6 +26,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
+from slime_like.megatron.ops.attention import PackedRows
+
 WithBias = tuple[Tensor, Tensor | None]
 # megatron-core's bias-dropout-add: (training, fused) -> function of output, residual and dropout
 BiasDropoutAdd = Callable[[bool, bool], Callable[[WithBias, Tensor, float], Tensor]]
@@ -111,7 +113,7 @@ class PostNormLayer(TransformerLayer):
         if self.has_scalar:  # not trained, as in transformers
             self.register_buffer("layer_scalar", torch.ones(1, dtype=config.params_dtype))
 
-    def forward(self, *args: object, **settings: object) -> object:
+    def forward(self, hidden_states: Tensor, *args: object, **settings: Any) -> object:
         angles = settings.get("rotary_pos_emb")
         if self.rotary_base is not None and angles is not None:
             assert isinstance(angles, Tensor)
@@ -119,11 +121,12 @@ class PostNormLayer(TransformerLayer):
         elif self.rotary_share < 1.0 and angles is not None:
             assert isinstance(angles, Tensor)
             settings["rotary_pos_emb"] = _turn_a_share(angles, self.rotary_share)
-        output = super().forward(*args, **settings)
-        if not self.has_scalar:
-            return output
-        hidden, *others = output
-        return hidden * self.layer_scalar, *others
+        hidden, *others = super().forward(hidden_states, *args, **settings)
+        return self.end(hidden, settings.get("packed_seq_params")), *others
+
+    def end(self, hidden: Tensor, rows: PackedRows | None) -> Tensor:
+        """What the layer returns for its output."""
+        return hidden * self.layer_scalar if self.has_scalar else hidden
 
 
 def _without_yarns_scale(attention: Any) -> None:

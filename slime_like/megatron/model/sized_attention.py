@@ -1,5 +1,6 @@
 """Attention whose heads differ by layer (MiMo-V2-Flash, Gemma 4); see weights/attention_sizes.py
-for what may differ. Values may be scaled, or normalised by head without a weight."""
+for what may differ. Values may be scaled, or normalised by head without a weight. A layer may
+attend to the keys and values of another one, which are lent before they are rotated."""
 
 from __future__ import annotations
 
@@ -10,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 from slime_like.megatron.ops.attention import PackedAttention
-from slime_like.weights.attention_sizes import AttentionSizes, attention_sizes
+from slime_like.megatron.ops.side_tensors import SideTensor, borrow, lend
+from slime_like.weights.attention_sizes import AttentionSizes, layers_of
 
 
 class SizedAttention(SelfAttention):
@@ -30,10 +31,7 @@ class SizedAttention(SelfAttention):
         layer_number: int,
         **settings: Any,
     ) -> None:
-        windowed = is_layer_window_attention(
-            config.window_size, config.window_attn_skip_freq, layer_number
-        )
-        sizes = attention_sizes(config, windowed=windowed)
+        sizes = layers_of(config)[layer_number - 1]
         own = _config_of_layer(config, sizes)
         super().__init__(own, submodules, layer_number, **settings)
         self.sizes = sizes
@@ -54,6 +52,11 @@ class SizedAttention(SelfAttention):
                 pg_collection=self.pg_collection,
             )
         self.val_hidden_size = sizes.value_dim
+        if sizes.reads_keys:
+            self.k_layernorm = None
+        kind = "windows" if sizes.windowed else "all"
+        self.lent = tuple(f"{what} of {kind}" for what in ("keys", "values"))
+        self.sides: dict[str, SideTensor] = {}  # of the pass
 
     def _project_other_widths(self, submodules: SelfAttentionSubmodules) -> None:
         """Replace the projections, which megatron-core makes for heads of one size."""
@@ -85,6 +88,16 @@ class SizedAttention(SelfAttention):
             **linear,
         )
 
+    def forward(self, *args: Any, **settings: Any) -> tuple[Tensor, Tensor | None]:
+        """As in megatron-core."""
+        if self.sizes.reads_keys or self.sizes.lends_keys:
+            self.sides = settings["packed_seq_params"].sides
+        try:
+            output: tuple[Tensor, Tensor | None] = super().forward(*args, **settings)
+        finally:
+            self.sides = {}
+        return output
+
     def get_query_key_value_tensors(
         self, hidden_states: Tensor, *_: object, **__: object
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -95,10 +108,13 @@ class SizedAttention(SelfAttention):
         grouped = mixed.unflatten(-1, (self.num_query_groups_per_partition, -1))
         queries = sizes.heads // sizes.groups * sizes.head_dim
         query = grouped[..., :queries].unflatten(-1, (-1, sizes.head_dim)).flatten(2, 3)
-        key = grouped[..., queries : queries + sizes.head_dim]
-        value = grouped[..., -sizes.value_dim :]  # the key, where there is no other
         if self.q_layernorm is not None:
             query = self.q_layernorm(query)
+        if sizes.reads_keys:
+            key, value = (borrow(hidden_states, self.sides[name]) for name in self.lent)
+            return query, key, value
+        key = grouped[..., queries : queries + sizes.head_dim]
+        value = grouped[..., -sizes.value_dim :]  # the key, where there is no other
         if self.k_layernorm is not None:
             key = self.k_layernorm(key)
         if self.config.value_norm:
@@ -107,6 +123,9 @@ class SizedAttention(SelfAttention):
             value = value.to(key.dtype)
         if self.config.value_scale != 1.0:
             value = value * self.config.value_scale
+        if sizes.lends_keys:
+            key = lend(key, key, self.sides, self.lent[0])
+            value = lend(value, value, self.sides, self.lent[1])
         return query, key, value
 
 

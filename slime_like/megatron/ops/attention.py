@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from slime_like.megatron.ops.far_rows import FarRows
     from slime_like.megatron.ops.image_blocks import ImageBlocks
     from slime_like.megatron.ops.ngrams import NgramRows
+    from slime_like.megatron.ops.side_tensors import SideTensor
 
 # Padding costs S * max(L)^2 instead of sum(L^2); above this factor the sequences are computed
 # separately.
@@ -70,6 +71,8 @@ class PackedRows(PackedSeqParams):
     blocks: ImageBlocks | None = None  # of images within which attention is in both directions
     # layer number -> keys that its indexer selected, see ops/sparse_attention.py
     selected_keys: dict[int, Tensor] = field(default_factory=dict)
+    # what a layer lends to later ones, see ops/side_tensors.py
+    sides: dict[str, SideTensor] = field(default_factory=dict)
     # [T / cp] int64 of this rank, and the n-grams that follow; only with a memory of n-grams
     tokens: Tensor | None = None
     ngrams: NgramRows | None = None

@@ -1,13 +1,15 @@
-"""Gemma 4, dense or with experts beside the MLP: Gemma 3's norms with plain weights, windows and
-scaled embeddings; layers without a window have larger heads, fewer of them with keys, which are
-their values too, and turn the fastest quarter of their pairs. Values are normalised, logits have a
-cap, and the output of a layer is multiplied by a number of the file."""
+"""Gemma 4, dense, with inputs of layers and keys that layers share (E2B and E4B), or with experts
+beside the MLP: Gemma 3's norms with plain weights, windows and scaled embeddings; layers without a
+window have larger heads, fewer of them with keys, which are their values too, and turn the fastest
+quarter of their pairs. Values are normalised, logits have a cap, and the output of a layer is
+multiplied by a number of the file."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
 
+from slime_like.weights.attention_sizes import lending_layers
 from slime_like.weights.families import gemma3, llama
 from slime_like.weights.families.base import (
     ATTENTION,
@@ -22,8 +24,20 @@ from slime_like.weights.families.base import (
     window_theta,
 )
 from slime_like.weights.families.experts import EXPERT, shared_expert_parameters
-from slime_like.weights.layer_sizes import SizedHeadNorm, SizedOutput, SizedQKV
-from slime_like.weights.mappings import Mapping, Replicated, ReplicatedRows
+from slime_like.weights.layer_sizes import (
+    SizedDown,
+    SizedHeadNorm,
+    SizedMLP,
+    SizedOutput,
+    SizedQKV,
+)
+from slime_like.weights.mappings import (
+    Mapping,
+    Replicated,
+    ReplicatedMatrix,
+    ReplicatedRows,
+    VocabParallel,
+)
 from slime_like.weights.stacked_experts import DownRows, GateUpRows
 
 LAYER = "decoder.layers.{layer}"
@@ -42,6 +56,25 @@ PARAMETERS: dict[str, Mapping] = {
         for name, hf_name in gemma3.NORMS.items()
     },
     f"{LAYER}.layer_scalar": Replicated("model.layers.{layer}.layer_scalar", "one"),
+    f"{MLP}.linear_fc1.weight": SizedMLP(f"{HF_MLP}.gate_proj.weight", f"{HF_MLP}.up_proj.weight"),
+    f"{MLP}.linear_fc2.weight": SizedDown(f"{HF_MLP}.down_proj.weight", "ffn"),
+    # with inputs of layers (megatron/model/layer_inputs.py)
+    "layer_inputs.table.weight": VocabParallel(
+        "model.embed_tokens_per_layer.weight", "layer_inputs"
+    ),
+    "layer_inputs.projection_weight": ReplicatedMatrix(
+        "model.per_layer_model_projection.weight", "layer_inputs"
+    ),
+    "layer_inputs.norm_weight": Replicated("model.per_layer_projection_norm.weight", "layer_input"),
+    f"{LAYER}.layer_input.gate_weight": ReplicatedMatrix(
+        "model.layers.{layer}.per_layer_input_gate.weight", "layer_input"
+    ),
+    f"{LAYER}.layer_input.projection_weight": ReplicatedMatrix(
+        "model.layers.{layer}.per_layer_projection.weight", "hidden", "layer_input"
+    ),
+    f"{LAYER}.layer_input.norm_weight": Replicated(
+        "model.layers.{layer}.post_per_layer_input_norm.weight"
+    ),
     # with experts (megatron/model/beside_mlp.py)
     **{
         f"{MLP}.expert_norms.{name}.weight": Replicated(
@@ -72,12 +105,14 @@ OF_FULL_LAYERS = {
 GLOBAL_HEAD_DIM = 512  # transformers' default
 SHARE = "proportional_rotary_factor"  # our key for the rotary share of layers without a window
 SHARED_KEYS = "num_kv_shared_layers"
+# what files of Google's have in layers that share keys, which transformers ignores
+UNUSED = ("k_proj.", "v_proj.", "k_norm.", "v_norm.")
 PER_LAYER = "hidden_size_per_layer_input"
+PER_LAYER_SIZE = 256  # transformers' default
 EXPERTS = {"enable_moe_block", "num_experts", "top_k_experts", "moe_intermediate_size"}
 KEYS = EXPERTS | {
     *("hidden_activation", "final_logit_softcapping", "attention_k_eq_v", SHARE, OF_LAYERS),
     *(*OF_FULL_LAYERS.values(), SHARED_KEYS, PER_LAYER, "vocab_size_per_layer_input"),
-    # of layers that share keys, and of images
     *("use_double_wide_mlp", "use_bidirectional_attention"),
 }
 
@@ -86,8 +121,8 @@ def _meant(config: dict[str, Any]) -> dict[str, Any]:
     """Sizes of layers without a window under the published files' keys, and their rotary embedding
     as a plain one with a share."""
     config = dict(config)
-    if PER_LAYER in config:  # its absence is not 0
-        config[PER_LAYER] = config[PER_LAYER] or 0
+    # its absence is not 0
+    config[PER_LAYER] = config.get(PER_LAYER, PER_LAYER_SIZE) or 0
     rope = config.get("rope_parameters") or {}
     full = rope.get("full_attention") or {"rope_theta": 1e6, "rope_type": "proportional"}
     if full.get("rope_type") == "proportional":
@@ -130,7 +165,8 @@ def _sizes_of_full_layers(reader: ConfigReader) -> tuple[int, int]:
 def _settings(reader: ConfigReader) -> dict[str, object]:
     config = reader.config
     require_values(reader, {"hidden_activation": gemma3.ACTIVATION})
-    _refuse_what_is_missing(reader)
+    if config.get("use_bidirectional_attention") == "all":
+        reader.refuse("use_bidirectional_attention 'all': only causal attention is supported")
     if config.get("tie_word_embeddings") is None:
         config["tie_word_embeddings"] = True
     head_dim, groups = _sizes_of_full_layers(reader)
@@ -156,8 +192,53 @@ def _settings(reader: ConfigReader) -> dict[str, object]:
         "post_self_attn_layernorm": True,
         "post_mlp_layernorm": True,
         "embedding_scale": float(reader.number("hidden_size")) ** 0.5,
+        **_shared_keys(reader),
+        **_layer_inputs(reader),
         **(_experts(reader) if config.get("enable_moe_block") else {}),
     }
+
+
+def _shared_keys(reader: ConfigReader) -> dict[str, object]:
+    """Of the last layers, without keys and values of their own."""
+    config = reader.config
+    if not config.get(SHARED_KEYS):
+        return {}
+    count = reader.number(SHARED_KEYS)
+    windows = _windows(reader)
+    wide = bool(config.get("use_double_wide_mlp"))
+    if count >= len(windows):
+        reader.refuse(f"{SHARED_KEYS} {count} must be less than the {len(windows)} layers")
+    elif len(lending_layers(windows, count)) < len(set(windows[-count:])):
+        reader.refuse(
+            f"{SHARED_KEYS} {count}: of each kind of layers, with a window and without, one must "
+            "be before them, whose keys they share"
+        )
+    if wide and config.get("enable_moe_block"):
+        reader.refuse("use_double_wide_mlp is not supported with enable_moe_block")
+    return {"shared_key_layers": count, "wide_mlps": wide}
+
+
+def _layer_inputs(reader: ConfigReader) -> dict[str, object]:
+    if not reader.config[PER_LAYER]:
+        return {}
+    tokens = reader.config.get("vocab_size_per_layer_input")
+    if tokens not in (None, vocabulary := reader.config.get("vocab_size")):
+        reader.refuse(
+            f"vocab_size_per_layer_input {tokens!r} must be vocab_size {vocabulary!r}: each token "
+            "has inputs of layers"
+        )
+    return {"layer_input_size": reader.number(PER_LAYER)}
+
+
+def unused_keys(reader: ConfigReader) -> tuple[str, ...]:
+    """See `UNUSED`. They pass through a run unchanged."""
+    layers = reader.number("num_hidden_layers")
+    sharing = int(reader.config.get(SHARED_KEYS) or 0)
+    return tuple(
+        f"{HF_ATTENTION.format(layer=layer)}.{name}"
+        for layer in range(layers - sharing, layers)
+        for name in UNUSED
+    )
 
 
 def _experts(reader: ConfigReader) -> dict[str, object]:
@@ -177,19 +258,6 @@ def _experts(reader: ConfigReader) -> dict[str, object]:
         "moe_router_load_balancing_type": "none",
         "moe_shared_expert_intermediate_size": reader.number("intermediate_size"),
     }
-
-
-def _refuse_what_is_missing(reader: ConfigReader) -> None:
-    config = reader.config
-    missing = {
-        PER_LAYER: ("embeddings by layer", config.get(PER_LAYER, 256)),  # transformers' default
-        SHARED_KEYS: ("layers that share keys and values", config.get(SHARED_KEYS)),
-    }
-    for key, (what, value) in missing.items():
-        if value:
-            reader.refuse(f"{key} {value!r}: {what} are not supported")
-    if config.get("use_bidirectional_attention") == "all":
-        reader.refuse("use_bidirectional_attention 'all': only causal attention is supported")
 
 
 def _windows(reader: ConfigReader) -> list[bool]:
@@ -212,6 +280,7 @@ GEMMA4 = ModelFamily(
     meant=_meant,
     settings=_settings,
     windows=_windows,
+    unused_weights=unused_keys,
     layer_types=WINDOWS,
     rope_theta=1e6,
     tiny={

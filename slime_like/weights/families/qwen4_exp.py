@@ -27,6 +27,7 @@ from slime_like.weights.mappings import (
     Mapping,
     OfLayer,
     Replicated,
+    ReplicatedMatrix,
     ReplicatedRows,
     Sizes,
     TensorPart,
@@ -162,19 +163,13 @@ def _constants_in_shell(transformer: MappingOf[str, Any]) -> dict[str, list[int]
 def _connection(own: str, file: str) -> dict[str, Mapping]:
     return {
         f"{own}.norm_weight": Replicated(f"{file}.hc_norm.weight", "stream_channels"),
-        f"{own}.down_weight": _Matrix(
+        f"{own}.down_weight": ReplicatedMatrix(
             f"{file}.input_mix_weight_down.weight", "stream_rank", "stream_channels"
         ),
-        f"{own}.up_weight": _Matrix(
+        f"{own}.up_weight": ReplicatedMatrix(
             f"{file}.input_mix_weight_up.weight", "stream_channels", "stream_rank"
         ),
     }
-
-
-class _Matrix(ReplicatedRows):
-    """A matrix on every rank that can have no adapter."""
-
-    linear = False
 
 
 @dataclass(frozen=True)
@@ -229,7 +224,7 @@ def _hyper_parameters() -> dict[str, Mapping]:
         prefix = f"{LAYER}.{own}_hyper_connection"
         file = f"{HF_LAYER}.{block}_hyper_connection"
         found |= _connection(prefix, file)
-        found[f"{prefix}.inject_weight"] = _Matrix(
+        found[f"{prefix}.inject_weight"] = ReplicatedMatrix(
             f"{file}.block_inject_weight.weight", "streams", "stream_channels"
         )
     return found | _connection("decoder.final_layernorm", MIXER)
@@ -245,10 +240,12 @@ def _memory_parameters() -> dict[str, Mapping]:
     }
     return {
         f"{own}.table.weight": _Tables(f"{HF_TABLES}.ngram_embedding"),
-        f"{own}.key_weight": _Matrix(
+        f"{own}.key_weight": ReplicatedMatrix(
             f"{HF_MEMORY}.key_proj.weight", "stream_channels", "memory_width"
         ),
-        f"{own}.value_weight": _Matrix(f"{HF_MEMORY}.value_proj.weight", "hidden", "memory_width"),
+        f"{own}.value_weight": ReplicatedMatrix(
+            f"{HF_MEMORY}.value_proj.weight", "hidden", "memory_width"
+        ),
         **norms,
         f"{own}.conv_weight": _Convolution(f"{HF_MEMORY}.conv1d.weight", "stream_channels"),
     }

@@ -104,6 +104,11 @@ def qwen_tower(
     return VisionFamily((("visual", prefix),), axes=axes, deepstack=deepstack)
 
 
+def _unused_keys_in_shell(reader: ConfigReader) -> tuple[str, ...]:
+    (old, new), *_ = IN_MODEL.items()
+    return tuple(name.replace(old, new, 1) for name in gemma4.unused_keys(reader))
+
+
 def shell(
     text: ModelFamily,
     architecture: str,
@@ -258,13 +263,17 @@ for _family in (
         ),
     ),
     shell(
-        dataclasses.replace(gemma4.GEMMA4, keys=gemma4.GEMMA4.keys | GEMMA4_KEYS),
+        dataclasses.replace(
+            gemma4.GEMMA4,
+            keys=gemma4.GEMMA4.keys | GEMMA4_KEYS,
+            unused_weights=_unused_keys_in_shell,
+        ),
         "Gemma4ForConditionalGeneration",
         "gemma4",
         ("gemma4_text",),
         IN_MODEL,
         ("model.vision_tower.", "model.embed_vision.", "model.audio_tower.", "model.embed_audio."),
-        ("gemma-4-31B", "gemma-4-26B"),
+        ("gemma-4-31B", "gemma-4-26B", "gemma-4-E2B", "gemma-4-E4B"),
         {
             **{"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 24, "head_dim": 8},
             **{"num_attention_heads": 2, "num_key_value_heads": 2, "position_embedding_size": 8},

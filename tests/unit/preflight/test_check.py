@@ -124,6 +124,11 @@ GEMMA4 = {
 GEMMA4_MOE = {
     **GEMMA4, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24,
 }  # fmt: skip
+# inputs of layers, two layers that share the keys of the first two, with wider MLPs
+GEMMA4_E2B = {
+    **GEMMA4, "hidden_size_per_layer_input": 20, "vocab_size_per_layer_input": 320, "num_kv_shared_layers": 2, "use_double_wide_mlp": True,
+    "attention_k_eq_v": False, "num_global_key_value_heads": None, "layer_types": ["sliding_attention", "full_attention"] * 2,
+}  # fmt: skip
 LFM2 = {
     **MOE, "architectures": ["Lfm2MoeForCausalLM"], "model_type": "lfm2_moe", "conv_L_cache": 3, "num_dense_layers": 1, "head_dim": None,
     "layer_types": ["conv", "conv", "full_attention", "conv"], "mlp_only_layers": None, "hidden_act": None, "rms_norm_eps": None,
@@ -242,6 +247,7 @@ def test_the_advice_helps(tmp_path: Path) -> None:
             MIMO_V2,
             GEMMA4,
             GEMMA4_MOE,
+            GEMMA4_E2B,
             LFM2,
             DEEPSEEK_V4,
         ),
@@ -264,6 +270,7 @@ def test_the_advice_helps(tmp_path: Path) -> None:
         "MiMo-V2",
         "Gemma 4",
         "Gemma 4 with experts",
+        "Gemma 4 E2B",
         "LFM2",
         "DeepSeek-V4",
     ],
@@ -275,7 +282,8 @@ def test_formula_of_parameters(tmp_path: Path, changes: dict[str, Any]) -> None:
         built = build_rank(config.megatron, config.gpt, layout, gpu=True)
         real = sum(parameter.numel() for parameter in built.parameters)
     shape = shape_of(config.megatron.transformer, config.gpt)
-    assert shape.total + (384 - 320) * 64 * (1 if shape.tied else 2) == real
+    inputs = 4 * getattr(config.megatron.transformer, "layer_input_size", 0)
+    assert shape.total + (384 - 320) * (64 * (1 if shape.tied else 2) + inputs) == real
 
 
 def test_parameters_of_nemotron_3_nano(tmp_path: Path) -> None:
@@ -352,9 +360,13 @@ def test_residual_streams_in_memory(tmp_path: Path, changes: dict[str, Any], gpu
     assert kept[4] - kept[2] == 2 * hidden * inputs
 
 
-@pytest.mark.parametrize("changes", [GEMMA4, MIMO_V2], ids=["Gemma 4", "MiMo-V2-Flash"])
+@pytest.mark.parametrize(
+    ("changes", "kinds"),
+    [(GEMMA4, 2), (MIMO_V2, 2), (GEMMA4_E2B, 4)],
+    ids=["Gemma 4", "MiMo-V2-Flash", "Gemma 4 E2B"],
+)
 def test_layers_with_and_without_a_window_in_memory(
-    tmp_path: Path, changes: dict[str, Any]
+    tmp_path: Path, changes: dict[str, Any], kinds: int
 ) -> None:
     """Their attention has other sizes: what all of them keep follows from one of each kind."""
     config = tiny(tmp_path, changes={**changes, "head_dim": 16}, world=1)
@@ -362,7 +374,7 @@ def test_layers_with_and_without_a_window_in_memory(
         built = build_rank(config.megatron, config.gpt, layout, gpu=True)
         found = run_stage(built, 256, gpu=True)
         layers = list(built.chunks[0].decoder.layers)
-        assert len({layer.self_attention.sizes for layer in layers}) == 2
+        assert len({layer.self_attention.sizes for layer in layers}) == kinds
         expected = run_micro_batch(built, layers, 256, gpu=True)
     assert found.kept == expected.kept
 

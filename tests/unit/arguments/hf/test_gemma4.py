@@ -9,6 +9,9 @@ import pytest
 
 from arguments.hf.lora_modules import absent_modules
 from arguments.hf.model import read_hf_model
+from arguments.rules.network import ShardedNetwork, layout_problems
+from arguments.rules.pipeline import LAYOUT
+from arguments.schema import ParallelConfig
 from slime_like.config import ConfigError
 from tests.unit.arguments.hf import networks
 from tests.unit.arguments.hf.networks import shape
@@ -35,6 +38,15 @@ PUBLISHED = {
     **TEXT,
     **{"global_head_dim": 512, "num_global_key_value_heads": 4, "tie_word_embeddings": True},
     "layer_types": KINDS * 10,
+}
+# the text of E2B: the last 20 of 35 layers have the keys and values of layers 13 and 14
+E2B: dict[str, Any] = {
+    **TEXT,
+    **{"hidden_size": 1536, "intermediate_size": 6144, "num_hidden_layers": 35},
+    **{"num_attention_heads": 8, "num_key_value_heads": 1, "attention_k_eq_v": False},
+    **{"sliding_window": 512, "hidden_size_per_layer_input": 256, "num_kv_shared_layers": 20},
+    **{"use_double_wide_mlp": True, "global_head_dim": 512, "num_global_key_value_heads": None},
+    "layer_types": [*["sliding_attention"] * 4, "full_attention"] * 7,
 }
 EXPERTS = {
     **{"enable_moe_block": True, "num_experts": 128, "top_k_experts": 8},
@@ -104,11 +116,81 @@ def test_experts_beside_the_mlp(tmp_path: Path) -> None:
     assert more == 60 * (128 * (3 * 704 * 5376 + 5376 + 1) + 4 * 5376)
 
 
+def test_inputs_of_layers_and_shared_keys(tmp_path: Path) -> None:
+    """E2B as published: 4.6 billion parameters, of which 2.3 are no table of inputs of layers."""
+    found = read_hf_model(write(tmp_path, E2B))
+    core = found.transformer
+    assert (core["layer_input_size"], core["shared_key_layers"]) == (256, 20)
+    assert core["wide_mlps"]
+    sizes = shape(found)
+    near = 8 * 256 * 2 + 2 * 256
+    far = 8 * 512 * 2 + 2 * 512
+    by_hand = 262144 + 1 + 15 * 3 * 6144 + 20 * 3 * 12288 + 35 * 4  # embedding, MLPs, norms
+    by_hand += 12 * near + 3 * far + 16 * 8 * 256 * 2 + 4 * 8 * 512 * 2  # attention
+    by_hand += 35 * (3 * 256 + 1)  # inputs of layers
+    table = 262144 * 35 * 256
+    norms = 12 * 2 * 256 + 3 * 2 * 512 + 16 * 256 + 4 * 512 + 256
+    assert sizes.total == 1536 * by_hand + norms + table
+    assert (sizes.total / 1e9, sizes.active / 1e9) == (
+        pytest.approx(4.63, abs=0.005),
+        pytest.approx(2.28, abs=0.005),
+    )
+
+
+def test_keys_that_are_not_used_pass_through(tmp_path: Path) -> None:
+    """Google's files have them, transformers' have not."""
+    unused = read_hf_model(write(tmp_path, E2B)).untrained_prefixes
+    for name in ("k_proj", "v_proj", "k_norm"):
+        for layer, expected in ((14, False), (15, True), (34, True)):
+            file = f"model.language_model.layers.{layer}.self_attn.{name}.weight"
+            assert file.startswith(unused) == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "core", "refused"),
+    [
+        ({"pipeline_model_parallel_size": 5}, {}, True),
+        ({"pipeline_model_parallel_size": 2}, {"num_layers_in_last_pipeline_stage": 22}, False),
+        ({"pipeline_model_parallel_size": 2}, {"num_layers_in_last_pipeline_stage": 21}, True),
+        ({"pipeline_model_parallel_size": 2}, {LAYOUT: "Et*3|t*10|t*22|L"}, False),
+        ({"pipeline_model_parallel_size": 2}, {LAYOUT: "Et*3|t*10|t*2|t*20L"}, True),
+    ],
+)  # fmt: skip
+def test_layers_that_share_keys_are_on_one_stage(
+    tmp_path: Path, settings: dict[str, Any], core: dict[str, Any], refused: bool
+) -> None:
+    network = {**read_hf_model(write(tmp_path, E2B)).transformer, **core}
+    found = [
+        str(p) for p in layout_problems(ShardedNetwork(ParallelConfig(**settings), network, 10))
+    ]
+    message = (
+        "must leave layers 13 to 34 on one stage: layers 15 to 34 share the keys and values of 13 "
+        "and 14; use --decoder-last-pipeline-num-layers 22 or more"
+    )
+    assert any(message in problem for problem in found) == refused
+    assert refused or not found
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"hidden_size_per_layer_input": 256}, "embeddings by layer are not supported"),
-        ({"num_kv_shared_layers": 20}, "layers that share keys and values are not supported"),
+        ({"num_kv_shared_layers": 35}, "num_kv_shared_layers 35 must be less than the 35 layers"),
+        ({"num_kv_shared_layers": 31}, "num_kv_shared_layers 31: of each kind of layers"),
+        ({"num_kv_shared_layers": -1}, "num_kv_shared_layers must be a positive integer, not -1"),
+        ({"vocab_size_per_layer_input": 7}, "vocab_size_per_layer_input 7 must be vocab_size"),
+        ({**EXPERTS}, "use_double_wide_mlp is not supported with enable_moe_block"),
+    ],
+)
+def test_inputs_and_shared_keys_that_are_refused(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_hf_model(write(tmp_path, {**E2B, **changes}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
         ({"enable_moe_block": True}, "num_experts must be a positive integer, not None"),
         ({**EXPERTS, "top_k_experts": 1}, "top_k_experts 1 must be from 2 to num_experts 128"),
         ({"use_bidirectional_attention": "all"}, "only causal attention"),
@@ -124,7 +206,7 @@ def test_refused_by_name(tmp_path: Path, changes: dict[str, Any], message: str) 
         read_hf_model(write(tmp_path, {**PUBLISHED, **changes}))
 
 
-def test_embeddings_by_layer_are_transformers_default(tmp_path: Path) -> None:
+def test_inputs_of_layers_are_transformers_default(tmp_path: Path) -> None:
     text = {name: value for name, value in PUBLISHED.items() if "per_layer_input" not in name}
-    with pytest.raises(ConfigError, match="hidden_size_per_layer_input 256: embeddings by layer"):
-        read_hf_model(write(tmp_path, text))
+    assert read_hf_model(write(tmp_path, text)).transformer["layer_input_size"] == 256
+    assert "layer_input_size" not in read_hf_model(write(tmp_path, PUBLISHED)).transformer

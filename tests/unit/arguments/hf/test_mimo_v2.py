@@ -79,7 +79,7 @@ def test_parameters_and_flops(tmp_path: Path) -> None:
     per_pair = 2.0 * 64 * (192 + 128)
     flops = forward_flops(config, gpt)
     assert (flops.pair, flops.windowed) == (full * per_pair, windows * per_pair)
-    assert shape.of_windows == windows * (4096 * 4 * (192 + 128) + 64)
+    assert shape.of_sizes == windows * (4096 * 4 * (192 + 128) + 64)
 
 
 @pytest.mark.parametrize(

@@ -349,6 +349,7 @@ TESTED_ELSEWHERE = {
     "check_capacity": "hf/test_deepseek_v4.py",
     "check_prompt_mix": "test_prompt_mix.py",
     "check_servers": "rules/test_on_policy.py",
+    "check_stages_of_shared_keys": "hf/test_gemma4.py",
     "check_single_answers": "rules/test_pairs.py",
     "check_muon_package": "rules/test_muon.py",
     "check_muon_split_qkv": "rules/test_muon.py",
