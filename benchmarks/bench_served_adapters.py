@@ -6,9 +6,9 @@ their rounds are with several ways to serve adapters, in one run.
 A round of a client is what on-policy RL does: a group of samples, a pass over as many datums, a
 step, new weights for sampling. Each way is a server with its own flags; all are up at the same
 time, and blocks of rounds take turns, so that other load on the machine affects all alike. The
-first way is 1 in the ratios. By default both ways merge an adapter into a copy of the base for
-every save: with room in memory for two of the copies, where four clients evict one another's, and
-for all. Another way of serving, such as adapters that are not merged, is one more `--way`.
+first way is 1 in the ratios. By default two ways merge an adapter into a copy of the base for every
+save: with room in memory for two of the copies, where four clients evict one another's, and for
+all. In the third, adapters are not merged. Another way of serving is one more `--way`.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from slime_like.cli.tiny_model import save_model  # noqa: E402
 WAYS = (
     "merged, 2 copies=--max-sampler-engines 2",
     "merged, all copies=--max-sampler-engines 32",
+    "adapters beside the base=--lora-sync adapter",
 )
 PARTS = ("sample", "train", "save")  # of a round
 PROMPT = list(range(5, 37))

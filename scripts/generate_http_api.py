@@ -77,7 +77,7 @@ def server() -> FastAPI:
             registry, nobody, folder=Path(name), base="/m", max_snapshots=1
         )
         dispatcher = Dispatcher(journal, operations, max_waiting=1, gap_s=1.0, batch=1)
-        base = BaseModel("/m", "m", "Arch", True)
+        base = BaseModel("/m", "m", "Arch")
         limits = DataLimits(100, 32, 4096)
         return make_server(Service(config, base, limits, registry, dispatcher, operations))
 

@@ -40,7 +40,7 @@ async def workers(id: str, command: dict[str, Any]) -> Any:
         if command["missing"]:
             raise Refused(f"optim_step rejected: {command['missing']}")
         return {"stepped": True, "grad_norm": 1.0}
-    if command["op"] in ("save", "export"):
+    if command["op"] in ("save", "export", "export_adapter"):
         Path(command["folder"]).mkdir(parents=True)
         (Path(command["folder"]) / "model.safetensors").write_bytes(b"weights")
     if command["op"] == "sample":
@@ -53,13 +53,27 @@ class Api:
     """The API without processes: requests in, answers out, one event loop."""
 
     def __init__(
-        self, folder: Path, *, keys: KeyRing | None = None, operators: KeyRing | None = None
+        self,
+        folder: Path,
+        *,
+        keys: KeyRing | None = None,
+        operators: KeyRing | None = None,
+        max_adapters: int | None = None,
     ) -> None:
+        """max_adapters: of a batch of samples; samplers then get adapters, not merged weights."""
         self.loop = asyncio.new_event_loop()
         make_folders(folder)
         journal, config = Journal(":memory:"), ServerConfig(future_hold_s=5.0, seq_gap_s=1.0)
         registry = ModelRegistry(journal)
-        operations = ServerOperations(registry, workers, folder=folder, base="/m", max_snapshots=4)
+        operations = ServerOperations(
+            registry,
+            workers,
+            folder=folder,
+            base="/m",
+            max_snapshots=8,
+            exports_adapters=max_adapters is not None,
+            max_adapters=max_adapters or 1,
+        )
         self.dispatcher = Dispatcher(journal, operations, max_waiting=4096, gap_s=1.0, batch=4)
         base, limits = BaseModel("/m", "m", "Arch"), DataLimits(100, 32, 4096)
         service = Service(config, base, limits, registry, self.dispatcher, operations)
@@ -87,8 +101,8 @@ class Api:
         self.session = str(self.post("create_session", body)["session_id"])
         self.model, self.bystander = (self.create(n) for n in range(2))
 
-    def create(self, number: int) -> str:
-        lora = {"rank": 0}
+    def create(self, number: int, rank: int = 0) -> str:
+        lora = {"rank": rank}
         body = {"session_id": self.session, "model_seq_id": number, "base_model": "m"}
         future = self.post("create_model", {**body, "lora_config": lora})
         return str(self.post("retrieve_future", future)["model_id"])

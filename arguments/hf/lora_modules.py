@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from arguments.hf.model import HfModel
+from arguments.hf.quantization import has_quantized_weights
 from arguments.schema.lora import LATENT_ATTENTION, MIXTRAL_MLP, MLP, TARGETS
 from slime_like.weights.families import model_families
+
+MERGED = "; use --lora-sync merged"
 
 
 def no_adapters(core: Mapping[str, object]) -> str:
@@ -14,6 +17,19 @@ def no_adapters(core: Mapping[str, object]) -> str:
     if core.get("entry_rates"):
         return "not supported with DeepSeek-V4: most projections of its attention have no adapters"
     return ""
+
+
+def unserved_beside_base(folder: str, model: HfModel) -> list[str]:
+    """Why engines hold no adapter beside this base model, whatever it is on: what they do not
+    compute, or what no test has compared with the trainer."""
+    reasons = []
+    if model.transformer.get("linear_attention_freq"):
+        reasons.append(f"engines apply no adapters to linear attention{MERGED}")
+    if model_families.get(model.architecture).vision is not None:
+        reasons.append(f"adapters of models that see are not sent to engines{MERGED}")
+    if has_quantized_weights(folder):
+        reasons.append(f"the engine's base model is quantised, and the trainer's is not{MERGED}")
+    return reasons
 
 
 def target_modules(names: Sequence[str], model: HfModel) -> tuple[str, ...]:

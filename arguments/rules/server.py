@@ -8,6 +8,8 @@ import ipaddress
 from pathlib import Path
 
 from arguments.flag_registry import GROUPS
+from arguments.hf.lora_modules import no_adapters, unserved_beside_base
+from arguments.hf.model import read_hf_model
 from arguments.rules.base import Rule, Settings, problem, reject
 from arguments.rules.declared import declared_problems, flags_without
 from arguments.rules.images import IMAGE_NETWORK_RULES
@@ -23,7 +25,7 @@ from arguments.rules.sglang import (
 )
 from arguments.rules.training import OFFLOAD, OPTIMIZER_RULES, PRECISE
 from arguments.schema import ServerConfig
-from slime_like.config import Problem, flag_name
+from slime_like.config import ConfigError, Problem, flag_name
 from slime_like.extras import pip_install
 from slime_like.losses.registry import policy_losses
 
@@ -37,6 +39,7 @@ SHARED_FIELDS = {
     "no_verify_checkpoint",
     "config",
     "rollout_engine",
+    "lora_sync",
 }
 TRAINER_GROUPS = [
     "data",
@@ -111,7 +114,8 @@ def reject_trainer_flags(s: Settings) -> list[Problem]:
 
 def check_declared_rules_of_server(s: Settings) -> list[Problem]:
     """The declared rules, except those about settings of the trainer."""
-    hidden = trainer_fields() | {"use_dynamic_batch_size", *OF_WEIGHT_SYNC}
+    # lora_sync needs a rank in a run; here clients bring theirs
+    hidden = trainer_fields() | {"use_dynamic_batch_size", "lora_sync", *OF_WEIGHT_SYNC}
     return declared_problems(s, flags_without(frozenset(hidden)))
 
 
@@ -165,10 +169,31 @@ def check_server_sglang(s: Settings) -> list[Problem]:
     if "max_sampler_engines" in s.given:
         message = "only valid with --rollout-engine local: SGLang servers hold one snapshot"
         problems += problem("max_sampler_engines", s.server.max_sampler_engines, message)
+    if "max_sampler_adapters" in s.given:
+        message = "only valid with --rollout-engine local: SGLang servers get merged weights"
+        problems += problem("max_sampler_adapters", s.server.max_sampler_adapters, message)
     if "rollout_local_batch_size" in s.given:
         message = "only valid with --rollout-engine local; use --sglang-server-concurrency"
         problems += problem("rollout_local_batch_size", s.rollout.rollout_local_batch_size, message)
     return problems
+
+
+def check_server_adapters(s: Settings) -> list[Problem]:
+    """The sampler can hold clients' adapters beside the base model."""
+    if s.lora.lora_sync != "adapter":
+        return []
+    if uses_sglang(s):
+        message = "requires --rollout-engine local; SGLang servers of the server get merged weights"
+        return problem("lora_sync", "adapter", message)
+    if s.model.hf_checkpoint is None:
+        return []
+    try:
+        model = read_hf_model(s.model.hf_checkpoint)
+    except ConfigError:  # reported where the model is read
+        return []
+    reason = no_adapters(model.transformer)
+    reasons = [reason] if reason else unserved_beside_base(s.model.hf_checkpoint, model)
+    return [p for words in reasons for p in problem("lora_sync", "adapter", words)]
 
 
 def check_server_address(s: Settings) -> list[Problem]:
@@ -253,6 +278,7 @@ SERVER_RULES: tuple[Rule, ...] = (
     check_key_files,
     check_server_packages,
     check_server_sglang,
+    check_server_adapters,
     check_unused_sglang_flags,
     check_server_addresses,
     check_started_servers,

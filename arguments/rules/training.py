@@ -6,10 +6,15 @@ import re
 from pathlib import Path
 
 from arguments.critic_layout import critic_parallel, layout_flags
-from arguments.hf.lora_modules import absent_modules, no_adapters, target_modules
+from arguments.hf.lora_modules import (
+    MERGED,
+    absent_modules,
+    no_adapters,
+    target_modules,
+    unserved_beside_base,
+)
 from arguments.hf.model import HfModel, read_hf_model
 from arguments.hf.peft_adapter import read_adapter_config
-from arguments.hf.quantization import has_quantized_weights
 from arguments.megatron_configs import INITIAL_LOSS_SCALE
 from arguments.rules.algorithm import has_critic
 from arguments.rules.base import Rule, Settings, Warn, problem
@@ -25,7 +30,6 @@ from arguments.untested import FLAG
 from arguments.vllm_install import LORA_RANKS
 from slime_like.config import ConfigError, Problem, flag_name
 from slime_like.engines.registry import engine_traits
-from slime_like.weights.families import model_families
 
 # --- optimizer -----------------------------------------------------------------------------------
 
@@ -282,7 +286,6 @@ def _adapters_of_servers(s: Settings) -> list[str]:
 
 def _unserved_adapters(s: Settings, model: HfModel) -> list[str]:
     """What engines do not compute, or what no test has compared with the trainer."""
-    merged = "; use --lora-sync merged"
     names = [name for name in s.lora.lora_target_modules if name in TARGETS]
     modules = set(target_modules(names, model))
     on_servers = engine_traits(s.rollout.rollout_engine).has_servers
@@ -305,16 +308,10 @@ def _unserved_adapters(s: Settings, model: HfModel) -> list[str]:
             )
     latent = model.transformer.get("multi_latent_attention")
     if on_servers and latent and modules.intersection((*ATTENTION, *LATENT_ATTENTION)):
-        problems.append(f"servers apply no adapters to multi-latent attention{merged}")
+        problems.append(f"servers apply no adapters to multi-latent attention{MERGED}")
     elif s.rollout.rollout_engine == "sglang":
         problems += _incomplete_for_sglang(modules, set(absent_modules(model)))
-    if model.transformer.get("linear_attention_freq"):
-        problems.append(f"engines apply no adapters to linear attention{merged}")
-    if model_families.get(model.architecture).vision is not None:
-        problems.append(f"adapters of models that see are not sent to engines{merged}")
-    if has_quantized_weights(s.model.hf_checkpoint):
-        problems.append(f"the engine's base model is quantised, and the trainer's is not{merged}")
-    return problems
+    return problems + unserved_beside_base(str(s.model.hf_checkpoint), model)
 
 
 def _incomplete_for_sglang(modules: set[str], absent: set[str]) -> list[str]:

@@ -58,7 +58,8 @@ class LoraConfig(CheckedSettings):
         "What the rollout engine gets. merged: the weights with the adapter added, rounded to the "
         "model's dtype. adapter: the adapter alone, which the engine applies beside its own base "
         "model: nothing is rounded, an update has megabytes, and servers do not pause. Needs "
-        "servers started with --enable-lora, as a run starts them.",
+        "servers started with --enable-lora, as a run starts them. Of the Tinker server: what "
+        "sampling clients get; several adapters are then sampled from in one batch.",
         choices=("merged", "adapter"),
         needs="lora_rank",
     )

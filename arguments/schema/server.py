@@ -82,6 +82,12 @@ class ServerConfig(CheckedSettings):
         legal=AT_LEAST_ONE,
     )
     max_sampler_engines: int = arg(2, "Snapshots kept in memory for sampling.", legal=AT_LEAST_ONE)
+    max_sampler_adapters: int = arg(
+        64,
+        "Adapters kept in memory for sampling beside the base model (--lora-sync adapter); the "
+        "least recently used one makes room for the next.",
+        legal=AT_LEAST_ONE,
+    )
     max_sequence_length: int | None = arg(
         None,
         "Longest sequence of a request, in tokens; default: the model's positions.",

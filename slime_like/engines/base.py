@@ -24,7 +24,8 @@ from slime_like.config import GREEDY_OR_TEMPERATURE
 from slime_like.images.encoded import EncodedImage
 
 FinishReason = Literal["stop", "length", "abort"]
-PromptKey: TypeAlias = tuple[tuple[int, ...], tuple[str, ...]]  # tokens, digests of images
+# tokens, digests of images, adapter
+PromptKey: TypeAlias = tuple[tuple[int, ...], tuple[str, ...], str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +86,13 @@ class GenerateRequest:
     # the first tokens of the response, which the local engine takes instead of sampling them; the
     # others are sampled as if these had been
     forced: tuple[int, ...] = ()
+    # name of a LoRA adapter that the engine holds; "": of the weights as the trainer syncs them
+    adapter: str = ""
 
     @property
     def prompt(self) -> PromptKey:
-        """What the prompt consists of, to find equal ones."""
-        return self.prompt_tokens, tuple(image.digest for image in self.images)
+        """What a pass over the prompt depends on, to find equal ones."""
+        return self.prompt_tokens, tuple(image.digest for image in self.images), self.adapter
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,6 +50,19 @@ LOG_FILES = 5
 HOUSEKEEPING_S = 5.0
 OLD_API_S = 30.0  # seconds for a replaced API process to exit
 LOCAL_BATCH = 64  # sampling requests per command to local engines
+# what samplers cannot serve
+TIED_UNEMBED = (
+    "with --rollout-engine sglang for a model with tied embeddings: SGLang cannot load an untied "
+    "output layer into it; set train_unembed=False, or serve with --rollout-engine local"
+)
+EXPERTS = (
+    "with --lora-sync adapter for a mixture of experts, to which engines apply no adapters: set "
+    "train_mlp=False, or serve with --lora-sync merged"
+)
+NO_UNMERGED = (
+    "beside the base model (--lora-sync adapter), which --rollout-engine sglang does not sample "
+    "from; serve with --rollout-engine local, or save it again from the model's state"
+)
 DEFAULT_CONTEXT = 2**17  # for models without a context length in their config
 
 
@@ -62,11 +75,17 @@ def base_model_of(config: RunConfig) -> BaseModel:
     assert folder is not None, "checked on the command line"
     model_config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
     architecture = (model_config.get("architectures") or ["unknown"])[0]
-    tied = not config.gpt.untie_embeddings_and_output_weights
-    supports_unembed = not (tied and engine_traits(config.rollout.rollout_engine).has_servers)
     name = config.server.served_model_name or folder
     core = read_hf_model(folder).transformer
-    return BaseModel(folder, name, architecture, supports_unembed, no_adapters(core))
+    unserved = {}
+    no_unmerged = ""
+    if engine_traits(config.rollout.rollout_engine).has_servers:
+        no_unmerged = NO_UNMERGED
+        if not config.gpt.untie_embeddings_and_output_weights:
+            unserved["train_unembed"] = TIED_UNEMBED
+    elif config.lora.lora_sync == "adapter" and core.get("num_moe_experts"):
+        unserved["train_mlp"] = EXPERTS
+    return BaseModel(folder, name, architecture, unserved, no_unmerged, no_adapters(core))
 
 
 def limits_of(config: RunConfig) -> DataLimits:
@@ -98,7 +117,13 @@ def make_service(
     base = base_model_of(config)
     registry = ModelRegistry(journal)
     operations = ServerOperations(
-        registry, call, folder=root, base=base.folder, max_snapshots=config.server.max_snapshots
+        registry,
+        call,
+        folder=root,
+        base=base.folder,
+        max_snapshots=config.server.max_snapshots,
+        exports_adapters=config.lora.lora_sync == "adapter",
+        max_adapters=config.server.max_sampler_adapters,
     )
     batch = config.sglang.sglang_server_concurrency
     if not engine_traits(config.rollout.rollout_engine).has_servers:

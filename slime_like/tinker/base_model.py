@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from slime_like.tinker import schemas
 from slime_like.tinker.errors import Refused
@@ -15,7 +16,10 @@ class BaseModel:
     folder: str  # its Hugging Face folder
     name: str  # shown to clients
     arch: str  # its class
-    supports_unembed: bool = True  # samplers can load a trained output layer
+    # of adapters that samplers cannot serve: train_unembed or train_mlp -> why, and the remedy
+    unserved: Mapping[str, str] = field(default_factory=dict)
+    # why samplers cannot serve an adapter beside the base model, and the remedy; "" if they can
+    no_unmerged: str = ""
     no_adapters: str = ""  # why it has none
 
     def check_name(self, name: str) -> None:
@@ -43,18 +47,17 @@ def adapter_of(
     }
     if role == "critic":
         settings["train_unembed"] = False
-    check_unembed(settings, base)
+    check_served(settings, role, base)
     return settings
 
 
-def check_unembed(lora: dict[str, object] | None, base: BaseModel) -> None:
-    """Raise Refused for an adapter if the sampler cannot load its merged weights."""
-    if lora is not None and lora["train_unembed"] and not base.supports_unembed:
-        raise Refused(
-            "train_unembed is not supported with --rollout-engine sglang for a model with tied "
-            "embeddings: SGLang cannot load an untied output layer into it; set "
-            "train_unembed=False, or serve with --rollout-engine local"
-        )
+def check_served(lora: Mapping[str, object] | None, role: str, base: BaseModel) -> None:
+    """Raise Refused for the adapter of a policy that samplers cannot serve."""
+    if lora is None or role == "critic":
+        return
+    for name, reason in base.unserved.items():
+        if lora[name]:
+            raise Refused(f"{name} is not supported {reason}")
 
 
 def check_optimizer(config: schemas.OptimizerConfig | None) -> None:

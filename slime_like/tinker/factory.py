@@ -35,6 +35,7 @@ def make_sampler(
             layout,
             tokenizer,
             max_engines=config.server.max_sampler_engines,
+            max_adapters=config.server.max_sampler_adapters,
             local_batch_size=config.rollout.rollout_local_batch_size,
             dtype=config.megatron.transformer.params_dtype,
             images=images,

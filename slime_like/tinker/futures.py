@@ -6,7 +6,7 @@ import asyncio
 import heapq
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from slime_like.tinker import codec
@@ -121,22 +121,20 @@ class Queue:
         return self._waiting[0]
 
     def take(self) -> Request:
-        """Remove and return the next request; its sequence number is consumed."""
-        assert self.ready
-        if self.next_seq is None:
-            return self._waiting.pop(0)
+        """Remove and return the next request of a model; its sequence number is consumed."""
+        assert self.ready and self.next_seq is not None
         self.next_seq += 1
         return heapq.heappop(self._waiting)
 
-    def take_batch(
-        self, can_batch: Callable[[Request, Request], bool], limit: int
-    ) -> list[Request]:
-        """Remove and return up to `limit` waiting requests that can be executed together with the
-        first; only for order of arrival."""
-        first = self._waiting[0]
-        batch = [r for r in self._waiting if can_batch(first, r)][:limit]
-        self._waiting = [r for r in self._waiting if r not in batch]
-        return batch
+    def in_arrival_order(self) -> Iterator[Request]:
+        """The waiting requests; only for order of arrival."""
+        assert self.next_seq is None
+        return iter(self._waiting)
+
+    def remove(self, request: Request) -> None:
+        """Remove a waiting request; only for order of arrival."""
+        assert self.next_seq is None
+        self._waiting.remove(request)
 
     def take_all(self) -> list[Request]:
         """Remove all waiting requests, and consume all sequence numbers up to the last of them."""

@@ -59,12 +59,13 @@ class Sampler:
     id: str
     session: str
     owner: str
-    folder: str  # Hugging Face folder of its weights
+    folder: str  # of its weights: Hugging Face's, or PEFT's of an adapter
     # the checkpoint's path; None for the base model or an unnamed snapshot
     source: str | None = None
     used: float = 0.0
     clients: int = 0  # number of clients that have joined
     follows: str | None = None  # of inflight weights: the model, whose later saves it takes
+    adapter: bool = False  # the folder has an adapter beside the base model
 
 
 @dataclass(slots=True)
@@ -84,6 +85,7 @@ class Checkpoint:
     lora: dict[str, object] | None = None
     expires: float | None = None  # time, or None for never
     user_metadata: dict[str, object] | None = None
+    adapter: bool = False  # the folder has an adapter beside the base model, in PEFT's format
 
     @property
     def id(self) -> str:

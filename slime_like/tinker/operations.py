@@ -49,16 +49,29 @@ class ServerOperations:
         call: Sends a command to the workers.
         folder: For everything that the server stores.
         base: Folder of the base model.
+        max_snapshots: Per key.
+        exports_adapters: Samplers get adapters beside the base model, not merged weights.
+        max_adapters: That one batch of samples may need.
     """
 
     def __init__(
-        self, registry: ModelRegistry, call: Call, *, folder: Path, base: str, max_snapshots: int
+        self,
+        registry: ModelRegistry,
+        call: Call,
+        *,
+        folder: Path,
+        base: str,
+        max_snapshots: int,
+        exports_adapters: bool = False,
+        max_adapters: int = 1,
     ) -> None:
         self.registry = registry
         self.call = call
         self.folder = folder
         self.base = base
         self.max_snapshots = max_snapshots
+        self.exports_adapters = exports_adapters
+        self.max_adapters = max_adapters
         self.records = SampleRecords()
         self.end_model: EndModel = lambda model, reason, *, corrupted=False: None
 
@@ -232,7 +245,7 @@ class ServerOperations:
         body = request.body
         kind = body["kind"]
         name = body["name"]
-        training = body["kind"] == "training"
+        training = kind == "training"
         path = f"tinker://{model.id}/{KINDS[kind]}/{name}"
         existing = self.registry.checkpoints.get(path)
         if existing is not None and not body["overwrite"]:
@@ -240,15 +253,26 @@ class ServerOperations:
             raise Refused(f"checkpoint {path} exists; give another name{overwrite}")
         root = self.folder / "checkpoints" / model.id / KINDS[kind]
         folder = root / f"{name}.{request.seq}"
-        op = "save" if training else "export"
+        adapter = kind == "sampler" and self._exports_adapter(model)
+        op = "save" if training else "export_adapter" if adapter else "export"
         await self.call(request.id, {"op": op, "model": model.id, "folder": str(folder)})
-        self._add_checkpoint(model, body, path, folder)
+        self._add_checkpoint(model, body, path, folder, adapter=adapter)
         if existing is not None:
             remove_tree(Path(existing.folder))
         return json_result({"path": path, "type": SAVE_TYPES[kind]})
 
+    def _exports_adapter(self, model: RegisteredModel) -> bool:
+        """Whether a model's sampling weights are its adapter alone."""
+        return self.exports_adapters and model.lora is not None
+
     def _add_checkpoint(
-        self, model: RegisteredModel, body: codec.Message, path: str, folder: Path
+        self,
+        model: RegisteredModel,
+        body: codec.Message,
+        path: str,
+        folder: Path,
+        *,
+        adapter: bool,
     ) -> None:
         now = time.time()
         checkpoint = Checkpoint(
@@ -265,6 +289,7 @@ class ServerOperations:
             lora=model.lora,
             expires=None if body["ttl_seconds"] is None else now + body["ttl_seconds"],
             user_metadata=body["user_metadata"],
+            adapter=adapter,
         )
         self.registry.keep(checkpoint)
 
@@ -275,13 +300,23 @@ class ServerOperations:
         model = self._model(request)
         sampler_id = request.body["sampler"]
         folder = self.folder / "snapshots" / f"{model.id}.{request.seq}"
-        await self.call(request.id, {"op": "export", "model": model.id, "folder": str(folder)})
-        sampler = Sampler(sampler_id, model.session, model.owner, str(folder), used=time.time())
+        adapter = self._exports_adapter(model)
+        op = "export_adapter" if adapter else "export"
+        await self.call(request.id, {"op": op, "model": model.id, "folder": str(folder)})
+        sampler = Sampler(
+            sampler_id,
+            model.session,
+            model.owner,
+            str(folder),
+            used=time.time(),
+            adapter=adapter,
+        )
         if request.body.get("inflight"):
             sampler.follows = model.id
             for other in [s for s in self.registry.samplers.values() if s.follows == model.id]:
                 before = Path(other.folder)
                 other.folder = str(folder)
+                other.adapter = adapter
                 self.registry.keep(other)
                 self._remove_unused(before)
         self.registry.keep(sampler)
@@ -320,24 +355,68 @@ class ServerOperations:
 
     # --- sampling ---
 
-    def can_batch(self, first: Request, other: Request) -> bool:
-        if first.op != "sample" or "refusal" in first.body or "refusal" in other.body:
-            return first is other
+    def can_batch(self, batch: Sequence[Request], other: Request) -> bool:
+        first = batch[0]
+        if not first.op == other.op == "sample":
+            return False
+        if "refusal" in first.body or "refusal" in other.body:
+            return False
         if first.body.get("images") or other.body.get("images"):
-            return first is other  # damage of an image's file shows when it is decoded
-        return all(first.body.get(name) == other.body.get(name) for name in SHARED)
+            return False  # damage of an image's file shows when it is decoded
+        if any(first.body.get(name) != other.body.get(name) for name in SHARED):
+            return False
+        if first.queue == other.queue:
+            return True
+        samplers = [self.registry.samplers.get(request.queue) for request in (*batch, other)]
+        weights = {None if sampler is None else self._weights(sampler) for sampler in samplers}
+        adapters = {sampler.folder for sampler in samplers if sampler and sampler.adapter}
+        return None not in weights and len(weights) == 1 and len(adapters) <= self.max_adapters
+
+    def _weights(self, sampler: Sampler) -> str:
+        """Folder of the whole weights that a sampler needs."""
+        return self.base if sampler.adapter else sampler.folder
 
     async def _sample(self, requests: Sequence[Request]) -> Sequence[Result | Exception]:
+        """Requests of one sampler, or of several with the same weights and other adapters."""
         if "refusal" in requests[0].body:
             raise Refused(requests[0].body["refusal"])
-        sampler = self.registry.samplers.get(requests[0].queue)
-        if sampler is None:
+        queues = list(dict.fromkeys(request.queue for request in requests))
+        try:
+            return await self._sample_together(requests)
+        except (Refused, Failed) as error:
+            if len(queues) == 1:
+                raise
+            log.info("samples of %s are executed alone: %s", ", ".join(queues), error)
+        # which of them is to blame is unknown, and the others' clients have nothing to do with it
+        results: dict[str, Result | Exception] = {}
+        for queue in queues:
+            alone = [request for request in requests if request.queue == queue]
+            answers: Sequence[Result | Exception]
+            try:
+                answers = await self._sample_together(alone)
+            except (Refused, Failed) as error:
+                answers = [error] * len(alone)
+            results |= {request.id: answer for request, answer in zip(alone, answers, strict=True)}
+        return [results[request.id] for request in requests]
+
+    async def _sample_together(self, requests: Sequence[Request]) -> Sequence[Result | Exception]:
+        """Raises Refused or Failed for all of them."""
+        samplers = {
+            request.queue: self.registry.samplers.get(request.queue) for request in requests
+        }
+        found = {queue: sampler for queue, sampler in samplers.items() if sampler is not None}
+        if len(found) < len(samplers):  # then it is the only one
             return [Refused(snapshot_removed(requests[0].queue))] * len(requests)
-        sampler.used = time.time()
+        for sampler in found.values():
+            sampler.used = time.time()
         first = requests[0].body
+        adapters = [
+            found[request.queue].folder if found[request.queue].adapter else ""
+            for request in requests
+        ]
         command = {
             "op": "sample",
-            "folder": sampler.folder,
+            "folder": self._weights(found[requests[0].queue]),
             **{name: first[name] for name in SHARED if name in first},
             "prompts": [request.body["prompt"] for request in requests],
             "counts": [request.body["count"] for request in requests],
@@ -345,13 +424,16 @@ class ServerOperations:
             "targets": [cells_of(request.body.get("targets")) for request in requests],
             "alt_tokens": [request.body.get("alt_tokens", 0) for request in requests],
             "images": [request.body.get("images", []) for request in requests],
+            "adapters": adapters if any(adapters) else [],
         }
-        value = await self.call(requests[0].id, command)
+        # all their ids: workers keep their last answer for an API process that starts again, which
+        # must not take it for the answer to another batch that begins with the same request
+        value = await self.call(" ".join(request.id for request in requests), command)
         for request, samples in zip(requests, value, strict=True):
             for i, sequence in enumerate(
                 samples["sequences"] if request.body.get("record") else []
             ):
-                record = SampledRecord.of(sampler.session, sequence)
+                record = SampledRecord.of(found[request.queue].session, sequence)
                 self.records.keep(f"{request.queue}/{request.seq}/{i}", record)
         return [
             sample_output(samples, request.body)

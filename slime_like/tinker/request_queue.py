@@ -10,6 +10,7 @@ import asyncio
 import json
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -38,8 +39,8 @@ class Operations(Protocol):
 
     async def execute(self, requests: Sequence[Request]) -> Sequence[Result | Exception]: ...
 
-    def can_batch(self, first: Request, other: Request) -> bool:
-        """Whether another request of a sampler can be batched with the first."""
+    def can_batch(self, batch: Sequence[Request], other: Request) -> bool:
+        """Whether a request of the same or another sampler can be executed together with these."""
 
     def needs_workers(self, request: Request) -> bool:
         """False for a request that fails in any case."""
@@ -215,19 +216,37 @@ class Dispatcher:
         return self._has_workers() or not self.operations.needs_workers(queue.first())
 
     def _next_batch(self) -> list[Request]:
-        """Requests to execute next, round-robin over queues: one of a model, or several of a
-        sampler."""
+        """Requests to execute next, round-robin over queues: one of a model, or several of
+        samplers."""
         keys = sorted(self.queues)
         start = next((i for i, key in enumerate(keys) if key > self._last), 0)
-        for key in keys[start:] + keys[:start]:
+        in_turn = keys[start:] + keys[:start]
+        for place, key in enumerate(in_turn):
             queue = self.queues[key]
             if not self._can_execute(queue):
                 continue
             self._last = key
             if queue.next_seq is not None:
                 return [queue.take()]
-            return queue.take_batch(self.operations.can_batch, self._batch)
+            return self._samples([self.queues[each] for each in in_turn[place:] + in_turn[:place]])
         return []
+
+    def _samples(self, queues: Sequence[Queue]) -> list[Request]:
+        """The first queue's next request, and others of samplers that can be executed together with
+        it: one of each queue in turn, so that no sampler fills the batch while others wait."""
+        batch = [queues[0].first()]
+        turns = deque(queue.in_arrival_order() for queue in queues if queue.next_seq is None)
+        next(turns[0])  # it is in the batch
+        turns.rotate(-1)
+        while turns and len(batch) < self._batch:
+            waiting = turns.popleft()
+            found = next((r for r in waiting if self.operations.can_batch(batch, r)), None)
+            if found is not None:
+                batch.append(found)
+                turns.append(waiting)
+        for request in batch:
+            self.queues[request.queue].remove(request)
+        return batch
 
     async def _execute(self, batch: list[Request]) -> None:
         for request in batch:

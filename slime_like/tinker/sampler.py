@@ -8,23 +8,27 @@ import json
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
 import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from arguments.hf.model import read_hf_model
+from arguments.hf.peft_adapter import ADAPTER_WEIGHTS, PeftAdapter, read_adapter_config
 from arguments.schema import ModelConfig
 from slime_like.distributed.collectives import gather, together
 from slime_like.engines.base import GenerateOutput, GenerateRequest, SamplingParams
 from slime_like.engines.local.engine import LocalEngine
 from slime_like.images.encoded import EncodedImage
 from slime_like.megatron.init import device_of_this_process
+from slime_like.megatron.lora.peft import BASE_DIGEST
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.tinker.schemas import MISSING_LOG_PROB
-from slime_like.weights.safetensors_reader import WeightFiles
+from slime_like.weights.safetensors_reader import WeightFiles, weights_digest
 from slime_like.weights.untrained import untrained_prefixes
 
 if TYPE_CHECKING:
@@ -101,6 +105,12 @@ class SampleCommand:
     targets: Sequence[Mapping[str, bytes] | None] = ()
     alt_tokens: Sequence[int] = ()
     images: Sequence[Sequence[bytes]] = ()  # of each prompt, as files
+    # of each prompt: PEFT folder of an adapter beside the weights, "" for none; () for none at all
+    adapters: Sequence[str] = ()
+
+    def adapter(self, index: int) -> str:
+        """Of a prompt."""
+        return self.adapters[index] if self.adapters else ""
 
     @property
     def scores_rows(self) -> bool:
@@ -128,7 +138,11 @@ class SampleCommand:
         images = [tuple(map(EncodedImage, files)) for files in self.images]
         return [
             GenerateRequest(
-                n, self.prompts[i], seed_of(self.seeds[i], j), images[i] if images else ()
+                n,
+                self.prompts[i],
+                seed_of(self.seeds[i], j),
+                images[i] if images else (),
+                adapter=self.adapter(i),
             )
             for n, (i, j) in enumerate(places)
         ]
@@ -136,7 +150,9 @@ class SampleCommand:
 
 class SnapshotSampler:
     """Samples from exported models with at most `max_engines` local engines per rank; the least
-    recently used engine loads the next snapshot."""
+    recently used engine loads the next snapshot. The engine with the base model's weights holds
+    exported adapters beside them, at most `max_adapters`, and samples from several at once; the
+    least recently used adapter makes room for the next one."""
 
     def __init__(
         self,
@@ -145,6 +161,7 @@ class SnapshotSampler:
         tokenizer: PreTrainedTokenizerBase | None,
         *,
         max_engines: int,
+        max_adapters: int,
         local_batch_size: int | None,
         dtype: torch.dtype,
         images: ImageProcessor | None = None,
@@ -158,17 +175,22 @@ class SnapshotSampler:
         self.model = model
         self.layout = layout
         self.max_engines = max_engines
+        self.max_adapters = max_adapters
         self._local_batch_size = local_batch_size
         self._dtype = dtype
         self._engines: OrderedDict[str, LocalEngine] = OrderedDict()
         self._tokenizer = tokenizer
         self._images = images
         self._updates = 0
+        self._adapters: OrderedDict[str, None] = OrderedDict()  # of the base model's engine
 
     def sample(self, folder: str, command: SampleCommand) -> list[PromptSamples]:
-        """Samples of each prompt, on every rank. Seeds always apply."""
-        together(lambda: self._engine(folder))
-        engine = self._engine(folder)
+        """Samples of each prompt, on every rank. Seeds always apply. folder: of the weights; those
+        of the base model where the command has adapters."""
+        engine = together(lambda: self._engine(folder))
+        used = sorted(set(command.adapters) - {""})
+        assert not used or folder == self.model.hf_checkpoint, "adapters are of the base model"
+        together(lambda: self._hold_adapters(engine, used))
         rank = self.layout.rank
         world = self.layout.world_size
         local_places = command.places[rank::world]
@@ -176,7 +198,11 @@ class SnapshotSampler:
         outputs = together(lambda: engine.generate(requests, command.params) if requests else [])
         local_prompts = {i: command.prompts[i] for i in range(rank, len(command.prompts), world)}
         to_score = local_prompts if command.prompt_log_probs else {}
-        scores = together(lambda: engine.prompt_log_probs(list(to_score.values())))
+        scores = together(
+            lambda: engine.prompt_log_probs(
+                list(to_score.values()), [command.adapter(i) for i in to_score]
+            )
+        )
         samples = {
             place: plain_output(output) for place, output in zip(local_places, outputs, strict=True)
         }
@@ -185,7 +211,10 @@ class SnapshotSampler:
         for_top = local_prompts if command.top_k_prompt else {}
         k = command.top_k_prompt
         tops = together(
-            lambda: {i: top_tokens(engine, prompt, 0, k, 1.0) for i, prompt in for_top.items()}
+            lambda: {
+                i: top_tokens(engine, prompt, 0, k, 1.0, command.adapter(i))
+                for i, prompt in for_top.items()
+            }
         )
         rows = local_prompts if command.scores_rows else {}
         extras = together(lambda: {i: row_scores(engine, command, i) for i in rows})
@@ -226,6 +255,9 @@ class SnapshotSampler:
         """A new engine, or the least recently used one, for new weights. tied: see `is_tied`."""
         if len(self._engines) >= self.max_engines:
             oldest = self._engines.popitem(last=False)[1]
+            for name in oldest.adapters:
+                oldest.drop_adapter(name)
+                del self._adapters[name]
             if oldest.tied == tied:
                 return oldest
             oldest.close()
@@ -241,6 +273,44 @@ class SnapshotSampler:
             tied=tied,
             images=self._images,
         )
+
+    def _hold_adapters(self, engine: LocalEngine, used: Sequence[str]) -> None:
+        """Load adapters for a command, and drop others, the least recently used first."""
+        for folder in used:
+            if folder not in self._adapters:
+                config, factors = read_adapter(folder, self._base_digest)
+                engine.load_adapter(folder, factors.items(), config.alpha / config.rank)
+            self._adapters[folder] = None
+            self._adapters.move_to_end(folder)
+        unused = [folder for folder in self._adapters if folder not in used]
+        for folder in unused[: max(0, len(self._adapters) - self.max_adapters)]:
+            engine.drop_adapter(folder)
+            del self._adapters[folder]
+
+    @cached_property
+    def _base_digest(self) -> str:
+        assert self.model.hf_checkpoint is not None
+        return weights_digest(self.model.hf_checkpoint)
+
+
+def read_adapter(folder: str, base_digest: str) -> tuple[PeftAdapter, dict[str, Tensor]]:
+    """The settings and factors of an exported adapter. Raises ValueError if the folder is gone, or
+    if the adapter is of another base model."""
+    path = Path(folder) / ADAPTER_WEIGHTS
+    if not path.exists():
+        raise ValueError(f"the snapshot {folder} is gone")
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            digest = (file.metadata() or {}).get(BASE_DIGEST)
+            factors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
+    if digest != base_digest:
+        raise ValueError(
+            f"{folder} is an adapter of another base model than --hf-checkpoint; start the server "
+            "with the model that it was trained on, or save it again"
+        )
+    return read_adapter_config(folder), factors
 
 
 def seed_of(seed: int, sample: int) -> int:
@@ -301,7 +371,8 @@ def add_top_tokens(
     for (i, _), sample in samples.items():
         prompt = command.prompts[i]
         row = (*prompt, *np.frombuffer(sample["tokens"], dtype="<i4").tolist())
-        sample["top"] = top_tokens(engine, row, len(prompt), k, temperature)
+        adapter = command.adapter(i)
+        sample["top"] = top_tokens(engine, row, len(prompt), k, temperature, adapter)
 
 
 def row_scores(
@@ -313,7 +384,7 @@ def row_scores(
     k = command.alt_tokens[index]
     if cells is None and not k:
         return None, None
-    rows = engine.log_prob_rows(command.prompts[index], 1, 1.0).cpu()
+    rows = engine.log_prob_rows(command.prompts[index], 1, 1.0, command.adapter(index)).cpu()
     scores = None
     if cells is not None:
         row_of = torch.from_numpy(np.frombuffer(cells["rows"], dtype="<i8").copy())
@@ -339,11 +410,16 @@ def row_scores(
 
 
 def top_tokens(
-    engine: LocalEngine, tokens: Sequence[int], first: int, k: int, temperature: float
+    engine: LocalEngine,
+    tokens: Sequence[int],
+    first: int,
+    k: int,
+    temperature: float,
+    adapter: str = "",
 ) -> TopTokens:
     """The k most likely tokens at positions `first` to N - 1. Position 0 has no log-probs and gets
     the SDK's values for missing: token 0, MISSING_LOG_PROB."""
-    ids, scores = engine.top_log_probs(tokens, max(first, 1), k, temperature)
+    ids, scores = engine.top_log_probs(tokens, max(first, 1), k, temperature, adapter)
     if first == 0:
         ids = torch.nn.functional.pad(ids, (0, 0, 1, 0))
         scores = torch.nn.functional.pad(scores, (0, 0, 1, 0), value=MISSING_LOG_PROB)

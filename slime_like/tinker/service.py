@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from arguments.schema import ServerConfig
 from slime_like.tinker import schemas
-from slime_like.tinker.base_model import BaseModel, adapter_of, check_optimizer, check_unembed
+from slime_like.tinker.base_model import BaseModel, adapter_of, check_optimizer, check_served
 from slime_like.tinker.data import DataLimits, check_forward_backward, parse_request
 from slime_like.tinker.errors import HttpError, Refused
 from slime_like.tinker.futures import Request
@@ -166,7 +166,7 @@ class Service:
                     "optimizer=True loads the checkpoint's optimizer; leave optimizer_config out"
                 )
             checkpoint = self.registry.checkpoint(body.path, owner, "training")
-            check_unembed(checkpoint.lora, self.base)
+            check_served(checkpoint.lora, checkpoint.role, self.base)
             model.role = checkpoint.role
             model.lora = checkpoint.lora
             role = role_of(body.user_metadata, None)
@@ -325,12 +325,16 @@ class Service:
             raise HttpError(422, "give base_model or model_path")
         try:
             folder = self.base.folder
+            adapter = False
             source = body.model_path
             if body.base_model is not None:
                 self.base.check_name(body.base_model)
             if body.model_path is not None:
                 checkpoint = self.registry.checkpoint(body.model_path, owner, "sampler")
-                check_unembed(checkpoint.lora, self.base)
+                adapter = checkpoint.adapter
+                if adapter and self.base.no_unmerged:
+                    raise Refused(f"checkpoint {source} is an adapter {self.base.no_unmerged}")
+                check_served(checkpoint.lora, checkpoint.role, self.base)
                 folder = checkpoint.folder
         except Refused as error:
             raise HttpError(422, str(error)) from error
@@ -338,7 +342,10 @@ class Service:
         if before is not None and (before.folder, before.source) != (folder, source):
             raise HttpError(422, f"sampling session {id} exists with other weights")
         if before is None:
-            self.registry.keep(Sampler(id, session.id, owner, folder, source, used=time.time()))
+            sampler = Sampler(
+                id, session.id, owner, folder, source, used=time.time(), adapter=adapter
+            )
+            self.registry.keep(sampler)
         return {"sampling_session_id": id, "type": "create_sampling_session"}
 
     def join_sampling_session(

@@ -27,6 +27,7 @@ from slime_like.losses.total import LossTerms
 from slime_like.losses.value_loss import ValueLossConfig
 from slime_like.megatron.checkpoint import CheckpointSaver, SavePolicy, load_checkpoint
 from slime_like.megatron.forward_step import TokenComputation
+from slime_like.megatron.lora import LoraNetwork, save_adapter
 from slime_like.megatron.micro_batching import MicroBatchSize
 from slime_like.megatron.model.policy import LogProbHead
 from slime_like.megatron.network import PassOutput, SelectionSeed
@@ -44,7 +45,7 @@ from slime_like.tinker.objectives import CustomLosses, CustomSum, PolicySum, Val
 from slime_like.tinker.sampler import PromptSamples, SampleCommand, SnapshotSampler
 from slime_like.types import TrainSample
 from slime_like.weights.quantized import QuantizedWeight
-from slime_like.weights.safetensors_reader import stored_format
+from slime_like.weights.safetensors_reader import stored_format, weights_digest
 
 if TYPE_CHECKING:
     from slime_like.tinker.sglang_sampler import SglangSampler
@@ -304,6 +305,17 @@ class ModelHost:
         network = self._finite_network(model)
         Path(folder).parent.mkdir(parents=True, exist_ok=True)
         network.save_hf(folder, self.hf, self.base, quantized=self._quantized)
+
+    def do_export_adapter(self, model: str, folder: str) -> None:
+        """Export an adapter alone, in PEFT's format."""
+        network = self._finite_network(model)
+        assert isinstance(network, LoraNetwork), "full weights are exported whole"
+        Path(folder).parent.mkdir(parents=True, exist_ok=True)
+        save_adapter(folder, network, self.base, base_digest=self._base_digest)
+
+    @cached_property
+    def _base_digest(self) -> str:
+        return from_rank_zero(lambda: weights_digest(self.base))
 
     @cached_property
     def _quantized(self) -> Mapping[str, QuantizedWeight]:

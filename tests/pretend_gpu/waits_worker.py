@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from benchmarks.parity.cells import sizes_of
 from benchmarks.parity.steps import parallel, settings, share, train_samples
 from slime_like.engines.base import GenerateRequest, SamplingParams
+from slime_like.engines.local.adapter import LocalAdapters
 from slime_like.engines.local.decoder import Decoder
 from slime_like.losses.registry import PolicyLoss, policy_losses
 from slime_like.losses.total import LossTerms
@@ -118,7 +119,7 @@ def decoding(rank: int, world_size: int, arguments: dict[str, Any]) -> dict[str,
     device = torch.device("cuda", 0)
     for name, (folder, fields_of_sampling) in arguments["cases"].items():
         model = AutoModelForCausalLM.from_pretrained(folder).to(device).eval()
-        decoder = Decoder(model, None, device, frozenset(), lambda: 0)
+        decoder = Decoder(model, None, device, frozenset(), lambda: 0, LocalAdapters(model))
         prompts = (
             ((3, 4, 5), (3, 4), (3, 4, 6), (7, 7, 7)) if "padded" in name else ((3, 4, 5),) * 4
         )

@@ -31,6 +31,7 @@ from slime_like.engines.base import (
     PromptKey,
     SamplingParams,
 )
+from slime_like.engines.local.adapter import LocalAdapters
 from slime_like.images.inputs import concatenate
 from slime_like.images.processor import ImageProcessor
 from slime_like.images.rows import AXES, image_rows
@@ -67,6 +68,7 @@ class Decoder:
         device: torch.device,
         end_ids: frozenset[int],
         version: Callable[[], int],
+        adapters: LocalAdapters,
         *,
         images: ImageProcessor | None = None,
     ) -> None:
@@ -77,6 +79,7 @@ class Decoder:
             device: Device of the model.
             end_ids: Tokens that end a response.
             version: Returns the current weight version; called at every token.
+            adapters: Of the model, for requests that name one.
             images: The model's image processor, if prompts may have images.
         """
         self.routed_experts = RouteRecorder(model)
@@ -85,13 +88,14 @@ class Decoder:
         self._device = device
         self._end_ids = end_ids
         self._version = version
+        self._adapters = adapters
         self._images = images
         # a placeholder without an image is never sampled, since no model could read it again
         self._never = () if images is None else (images.rule.image_token,)
 
     def free(self) -> None:
         """Release the model; no decoding afterwards."""
-        del self._model, self.routed_experts
+        del self._model, self.routed_experts, self._adapters
 
     @torch.inference_mode()
     def decode(
@@ -151,6 +155,7 @@ class Decoder:
                     mask[:, : prompt_width + step + 1] if is_padded else None,
                     cache,
                     {"position_ids": positions},
+                    [requests[row].adapter for row in live],
                 )
             if sampling.report_routed_experts:
                 for row, routed_experts in zip(
@@ -201,10 +206,10 @@ class Decoder:
         [B, 1].
         """
         distinct = {request.prompt: request for request in requests}
-        width = max(len(tokens) for tokens, _ in distinct)
+        width = max(len(request.prompt_tokens) for request in requests)
         ids = torch.zeros(len(distinct), width, dtype=torch.long)
         mask = torch.ones(len(distinct), width + max_new_tokens, dtype=torch.long)
-        for i, (prompt, _) in enumerate(distinct):
+        for i, (prompt, *_) in enumerate(distinct):
             ids[i, width - len(prompt) :] = torch.tensor(prompt)
             mask[i, : width - len(prompt)] = 0
         positions = (mask[:, :width].cumsum(-1) - 1).clamp(min=0)
@@ -218,25 +223,33 @@ class Decoder:
         last = positions.amax(1, keepdim=True).to(self._device)
         inputs = {name: value.to(self._device) for name, value in inputs.items()}
         cache = _Cache(config=self._model.config)
-        logits = self._forward(ids, mask[:, :width], cache, inputs)
+        adapters = [request.adapter for request in distinct.values()]
+        logits = self._forward(ids, mask[:, :width], cache, inputs, adapters)
         place = {prompt: i for i, prompt in enumerate(distinct)}
         owner = torch.tensor([place[request.prompt] for request in requests], device=self._device)
         cache.reorder_cache(owner)
         return logits[owner], cache, mask[owner], last[owner]
 
     def _forward(
-        self, ids: Tensor, mask: Tensor | None, cache: _Cache, inputs: Mapping[str, Tensor]
+        self,
+        ids: Tensor,
+        mask: Tensor | None,
+        cache: _Cache,
+        inputs: Mapping[str, Tensor],
+        adapters: Sequence[str],
     ) -> Tensor:
         """Logits [B, V] after the last of ids [B, new]; extends the cache. mask covers cached and
-        new tokens; None: none of them is padding. inputs: the model's other inputs."""
-        out = self._model(
-            input_ids=ids,
-            attention_mask=mask,
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-            **inputs,
-        )
+        new tokens; None: none of them is padding. inputs: the model's other inputs. adapters: of
+        the rows."""
+        with self._adapters.of_rows(adapters):
+            out = self._model(
+                input_ids=ids,
+                attention_mask=mask,
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+                **inputs,
+            )
         return out.logits[:, -1]
 
     def _mark_stopped(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedTokenizerBase
 from arguments.hf.model import read_hf_model
 from arguments.hf.settings_file import generation_end_ids
 from slime_like.engines.base import GenerateOutput, GenerateRequest, RolloutEngine, SamplingParams
-from slime_like.engines.local.adapter import LocalAdapter
+from slime_like.engines.local.adapter import LocalAdapters
 from slime_like.engines.local.batcher import Batcher
 from slime_like.engines.local.decoder import Decoder
 from slime_like.engines.local.weight_loader import WeightSlots
@@ -91,10 +91,10 @@ class LocalEngine(RolloutEngine):
         self._pads = config.get_text_config().model_type not in WITHOUT_PADDING
         if images is not None or self._slots.has_tables:
             self._slots.keep(untrained_weights(read_hf_model(hf_checkpoint), hf_checkpoint))
-        self._adapter: LocalAdapter | None = None
+        self._adapters = LocalAdapters(self._model)
+        self._lora_scale = lora_scale
         if lora_scale is not None:
             self.takes_adapter = True
-            self._adapter = LocalAdapter(self._model, lora_scale)
             self._slots.load(self._stored_weights(hf_checkpoint))
         self._weights_complete = False
         self._device = torch.device(device)
@@ -107,6 +107,7 @@ class LocalEngine(RolloutEngine):
             self._device,
             self._end_ids,
             lambda: self.weight_version,
+            self._adapters,
             images=images,
         )
         self._images = images
@@ -129,12 +130,26 @@ class LocalEngine(RolloutEngine):
         cast to the engine's dtype."""
         with self._token_lock:
             self._weights_complete = False
-            if self._adapter is None:
+            if self._lora_scale is None:
                 self._slots.load(weights)
             else:
-                self._adapter.load(weights)
+                self._adapters.load(weights, self._lora_scale)
             self._weights_complete = True
             self.weight_version = version
+
+    @property
+    def adapters(self) -> frozenset[str]:
+        """Names of the adapters that requests may name."""
+        return self._adapters.names
+
+    def load_adapter(self, name: str, factors: Iterable[tuple[str, Tensor]], scale: float) -> None:
+        """Hold one more adapter beside the weights, or replace it. See `LocalAdapters.load`."""
+        with self._token_lock:
+            self._adapters.load(factors, scale, name)
+
+    def drop_adapter(self, name: str) -> None:
+        with self._token_lock:
+            self._adapters.drop(name)
 
     def _stored_weights(self, folder: str) -> Iterator[tuple[str, Tensor]]:
         """Those of the base model. Files may have others, e.g. of layers that predict ahead."""
@@ -156,6 +171,7 @@ class LocalEngine(RolloutEngine):
         outputs: list[GenerateOutput | None] = [None] * len(requests)
         size = self._batch_size(requests, sampling)
         for chunk in self._chunks(order, requests, size):
+            chunk.sort(key=lambda i: requests[i].adapter)
             tokens = self._decoder.decode([requests[i] for i in chunk], sampling, frozenset())
             while True:
                 with self._token_lock:
@@ -188,7 +204,7 @@ class LocalEngine(RolloutEngine):
         """Free the weights; no generation afterwards."""
         self._weights_complete = False
         self._decoder.free()
-        del self._model, self._slots
+        del self._model, self._slots, self._adapters
 
     def _chunks(
         self, order: Sequence[int], requests: Sequence[GenerateRequest], size: int
@@ -229,6 +245,10 @@ class LocalEngine(RolloutEngine):
                     f"sample {request.sample_id}: a prompt token is outside the vocabulary "
                     f"[0, {self._vocab_size})"
                 )
+            if request.adapter and request.adapter not in self._adapters.names:
+                raise ValueError(
+                    f"sample {request.sample_id}: the engine has no adapter {request.adapter!r}"
+                )
             self._check_images(request)
             longest = len(prompt) + sampling.max_new_tokens
             if self._max_positions is not None and longest > self._max_positions:
@@ -254,25 +274,31 @@ class LocalEngine(RolloutEngine):
             )
 
     @torch.inference_mode()
-    def prompt_log_probs(self, prompts: Sequence[tuple[int, ...]]) -> list[tuple[float, ...]]:
+    def prompt_log_probs(
+        self, prompts: Sequence[tuple[int, ...]], adapters: Sequence[str] | None = None
+    ) -> list[tuple[float, ...]]:
         """Log-probs of each prompt's tokens except the first, at temperature 1: n - 1 numbers for n
-        tokens. Raises ValueError for tokens outside the vocabulary and prompts that are too
-        long."""
+        tokens. adapters: of each prompt; None for none. Raises ValueError for tokens outside the
+        vocabulary and prompts that are too long."""
+        names = [""] * len(prompts) if adapters is None else adapters
         self._check(
-            [GenerateRequest(i, prompt, 0) for i, prompt in enumerate(prompts)],
+            [
+                GenerateRequest(i, prompt, 0, adapter=adapter)
+                for i, (prompt, adapter) in enumerate(zip(prompts, names, strict=True))
+            ],
             SamplingParams(max_new_tokens=1),
         )
         scores = []
-        for prompt in prompts:  # one by one, to bound memory: each has [L, V] logits
-            ids = torch.tensor([prompt], device=self._device)
-            logits = self._model(input_ids=ids).logits[0, :-1].float()
-            log_probs = logits.gather(1, ids[0, 1:, None])[:, 0] - logits.logsumexp(-1)
+        for prompt, adapter in zip(prompts, names):  # one by one, to bound memory: [L, V] logits
+            logits = self._logits(prompt, adapter)[:-1].float()
+            targets = torch.tensor(prompt[1:], dtype=torch.long, device=self._device)[:, None]
+            log_probs = logits.gather(1, targets)[:, 0] - logits.logsumexp(-1)
             scores.append(tuple(log_probs.tolist()))
         return scores
 
     @torch.inference_mode()
     def top_log_probs(
-        self, tokens: Sequence[int], first: int, k: int, temperature: float
+        self, tokens: Sequence[int], first: int, k: int, temperature: float, adapter: str = ""
     ) -> tuple[Tensor, Tensor]:
         """The k most likely tokens at each position of a sequence, before top-k and top-p sampling.
 
@@ -281,21 +307,31 @@ class LocalEngine(RolloutEngine):
             first: First position, at least 1: token 0 has no log-prob.
             k: At most the vocabulary size.
             temperature: Divides the logits; 0 (greedy) counts as 1.
+            adapter: Of the model; "" for none.
 
         Returns:
             Token ids (int64) and log-probs (float32), both [N - first, k], for positions `first` to
             N - 1, in descending order of probability.
         """
-        rows = self.log_prob_rows(tokens, first, temperature)
+        rows = self.log_prob_rows(tokens, first, temperature, adapter)
         top = rows.topk(k, dim=-1)
         return top.indices.cpu(), top.values.cpu()
 
     @torch.inference_mode()
-    def log_prob_rows(self, tokens: Sequence[int], first: int, temperature: float) -> Tensor:
+    def log_prob_rows(
+        self, tokens: Sequence[int], first: int, temperature: float, adapter: str = ""
+    ) -> Tensor:
         """Log-probs of all tokens, [N - first, V], on the device; arguments as `top_log_probs`."""
-        ids = torch.tensor([list(tokens)], device=self._device)
-        logits = self._model(input_ids=ids).logits[0, first - 1 : -1].float()
+        logits = self._logits(tokens, adapter)[first - 1 : -1].float()
         return (logits / (temperature or 1.0)).log_softmax(-1)
+
+    def _logits(self, tokens: Sequence[int], adapter: str) -> Tensor:
+        """After each token of a sequence, [N, V]."""
+        with self._adapters.of_rows([adapter]):
+            logits: Tensor = self._model(
+                input_ids=torch.tensor([list(tokens)], device=self._device)
+            ).logits[0]
+        return logits
 
 
 # names of towers and their projectors in transformers' classes

@@ -33,14 +33,22 @@ from slime_like.weights.mappings import VocabParallel
 from slime_like.weights.safetensors_reader import WeightFiles, listed
 from slime_like.weights.safetensors_writer import save_tensors
 
+BASE_DIGEST = "base_digest"  # of the tensors' metadata, which PEFT ignores
 BASE_HEAD = "lm_head.base_layer"  # PEFT saves it with the factors of an output layer
 
 
-def save_adapter(folder: str, network: LoraNetwork, base_model: str | None) -> None:
+def save_adapter(
+    folder: str, network: LoraNetwork, base_model: str | None, *, base_digest: str | None = None
+) -> None:
     """Save the adapter of `network`. Collective; rank 0 writes, atomically.
 
-    base_model: model name or path for PEFT. Raises OSError (e.g. a full disk), or ValueError if the
-    folder contains something other than an adapter; on every rank.
+    Args:
+        base_model: Model name or path for PEFT.
+        base_digest: `weights_digest` of the base model, stored with the tensors.
+
+    Raises:
+        OSError: E.g. a full disk; on every rank.
+        ValueError: The folder contains something other than an adapter; on every rank.
     """
     tensors = {
         peft_name(name): tensor.cpu().contiguous() for name, tensor in gather_factors(network)
@@ -52,7 +60,8 @@ def save_adapter(folder: str, network: LoraNetwork, base_model: str | None) -> N
         modules=sorted({module.rpartition(".")[2] for module in modules}),
         base_model=base_model,
     )
-    from_rank_zero(lambda: _write(Path(folder), config, tensors))
+    metadata = {"format": "pt"} | ({} if base_digest is None else {BASE_DIGEST: base_digest})
+    from_rank_zero(lambda: _write(Path(folder), config, tensors, metadata))
 
 
 def load_adapter(folder: str, network: LoraNetwork, base_model: str) -> None:
@@ -70,12 +79,17 @@ def load_adapter(folder: str, network: LoraNetwork, base_model: str) -> None:
     set_factors(network, together(read))
 
 
-def _write(folder: Path, config: dict[str, object], tensors: dict[str, Tensor]) -> None:
+def _write(
+    folder: Path,
+    config: dict[str, object],
+    tensors: dict[str, Tensor],
+    metadata: dict[str, str],
+) -> None:
     check_replaceable(folder, ADAPTER_CONFIG, "adapter")
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.new")
     temporary.mkdir(parents=True)
     try:
-        save_tensors(temporary / ADAPTER_WEIGHTS, tensors, {"format": "pt"})
+        save_tensors(temporary / ADAPTER_WEIGHTS, tensors, metadata)
         (temporary / ADAPTER_CONFIG).write_text(
             json.dumps(config, indent=2) + "\n", encoding="utf-8"
         )

@@ -67,11 +67,11 @@ def test_an_adapter_beside_the_weights_agrees_when_it_is_trained(
     made.backend.sync_weights(engine, 2)
     trained = own.run(2, 2, None)
     assert trained.holds, [finding.text for finding in trained.findings]
-    assert engine._adapter is not None
-    engine._adapter._scale = 1.0
+    engine._lora_scale = 1.0
+    made.backend.sync_weights(engine, 3)
     searches: list[object] = []  # of a cause of the log-probs, which the layers' explain
     monkeypatch.setattr(SettingSearch, "find", lambda *args: searches.append(args))
-    wrong = own.run(3, 2, None)
+    wrong = own.run(3, 3, None)
     assert {finding.subject for finding in wrong.findings} == {"engine"} and not searches
 
 

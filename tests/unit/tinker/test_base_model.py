@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 
 from arguments.hf.lora_modules import no_adapters
-from slime_like.tinker.base_model import BaseModel, adapter_of, check_unembed
+from slime_like.tinker.api_process import EXPERTS, TIED_UNEMBED
+from slime_like.tinker.base_model import BaseModel, adapter_of, check_served
 from slime_like.tinker.errors import Refused
 from slime_like.tinker.schemas import LoraConfig
 
 LOCAL = BaseModel("folder", "name", "Qwen3ForCausalLM")
-SGLANG = BaseModel("folder", "name", "Qwen3ForCausalLM", supports_unembed=False)
+SGLANG = BaseModel("folder", "name", "Qwen3ForCausalLM", {"train_unembed": TIED_UNEMBED})
+UNMERGED = BaseModel("folder", "name", "Qwen3MoeForCausalLM", {"train_mlp": EXPERTS})
 
 
 def test_rank_0_trains_all_weights() -> None:
@@ -49,8 +51,15 @@ def test_an_output_layer_that_samplers_cannot_take() -> None:
         adapter_of(LoraConfig(rank=32), "policy", SGLANG)
     settings = adapter_of(LoraConfig(rank=32, train_unembed=False), "policy", SGLANG)
     assert settings is not None and not settings["train_unembed"]
-    check_unembed(settings, SGLANG)
-    check_unembed(None, SGLANG)
+    check_served(settings, "policy", SGLANG)
+    check_served(None, "policy", SGLANG)
+
+
+def test_experts_that_engines_cannot_adapt() -> None:
+    with pytest.raises(Refused, match="train_mlp is not supported with --lora-sync adapter"):
+        adapter_of(LoraConfig(rank=32), "policy", UNMERGED)
+    assert adapter_of(LoraConfig(rank=32, train_mlp=False), "policy", UNMERGED) is not None
+    assert adapter_of(LoraConfig(rank=32), "critic", UNMERGED) is not None, "it is not sampled from"
 
 
 @pytest.mark.parametrize("base", [LOCAL, SGLANG])

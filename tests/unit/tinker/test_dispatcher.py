@@ -34,8 +34,8 @@ class Recorder:
             raise Refused("it is bad")
         return [json_result({"id": r.id}) for r in requests]
 
-    def can_batch(self, first: Request, other: Request) -> bool:
-        return first.body == other.body
+    def can_batch(self, batch: Sequence[Request], other: Request) -> bool:
+        return batch[0].body == other.body
 
     def needs_workers(self, request: Request) -> bool:
         return not request.body.get("bad")
@@ -110,6 +110,34 @@ def test_samples_alike_are_executed_together_up_to_a_batch() -> None:
         await settled(dispatcher)
         await dispatcher.stop()
         assert operations.seen == [["s/0", "s/2", "s/3"], ["s/1"], ["s/4"]]
+
+    asyncio.run(run())
+
+
+def test_samplers_take_turns_in_a_batch() -> None:
+    """Alike requests of several samplers are executed together, one of each in turn, so that who has
+    many waiting does not fill the batch. Models are never part of it."""
+
+    async def run() -> None:
+        dispatcher, operations = make(Journal(":memory:"), batch=4)
+        dispatcher.queue("model", next_seq=1)
+        for key in "abc":
+            dispatcher.queue(key, next_seq=None)
+        for seq in range(1, 6):
+            dispatcher.accept(request("a", seq))
+        dispatcher.accept(request("b", 1))
+        dispatcher.accept(request("c", 1, temperature=0.5))
+        dispatcher.accept(request("c", 2))
+        dispatcher.accept(request("model", 1))
+        dispatcher.start()
+        await settled(dispatcher)
+        await dispatcher.stop()
+        assert operations.seen == [
+            ["a/1", "b/1", "c/2", "a/2"],
+            ["c/1"],
+            ["model/1"],
+            ["a/3", "a/4", "a/5"],
+        ]
 
     asyncio.run(run())
 

@@ -3,6 +3,7 @@ broken somewhere."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,10 @@ CASES = [
      "without --use-precision-aware-optimizer"),
     ("check_declared_rules_of_server", "--sequence-parallel", "--sequence-parallel",
      "without --tensor-model-parallel-size above 1"),
+    ("check_server_adapters", f"--lora-sync adapter {SGLANG}", "--lora-sync",
+     "requires --rollout-engine local"),
+    ("check_server_sglang", f"--max-sampler-adapters 2 {SGLANG}", "--max-sampler-adapters",
+     "only valid with --rollout-engine local"),
     ("check_server_dir", "--server-dir {folder}/bad", "--server-dir", "is a file"),
 ]  # fmt: skip
 
@@ -95,6 +100,25 @@ def test_a_model_is_enough(folder: Path) -> None:
         ).algorithm.max_tokens_per_gpu
         == 99
     )
+
+
+def test_clients_bring_the_adapters_of_lora_sync(folder: Path) -> None:
+    """In train.py it requires --lora-rank, which the server refuses."""
+    words = ["--hf-checkpoint", str(folder / "hf"), "--lora-sync", "adapter"]
+    assert parse_args(words, 1, SERVER).lora.lora_sync == "adapter"
+    with pytest.raises(ConfigError, match="--lora-rank"):
+        parse_args([*words, "--lora-rank", "4"], 1, SERVER)
+
+
+def test_a_base_without_adapters_beside_it(folder: Path) -> None:
+    """Which the sampler would load as it is, and the trainer dequantised."""
+    path = folder / "hf" / "config.json"
+    how = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": how}))
+    with pytest.raises(ConfigError) as caught:
+        parse_args(["--hf-checkpoint", str(folder / "hf"), "--lora-sync", "adapter"], 1, SERVER)
+    found = [str(p) for p in caught.value.problems if p.flag == "--lora-sync"]
+    assert len(found) == 1 and "quantised" in found[0] and "--lora-sync merged" in found[0]
 
 
 def test_loopback() -> None:

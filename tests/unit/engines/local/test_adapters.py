@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from scripts.make_tiny_model import make_tiny_model
 from slime_like.engines.base import GenerateRequest, SamplingParams
 from slime_like.engines.local.engine import LocalEngine
+from slime_like.tinker.sampler import weights_in
 
 SAMPLING = SamplingParams(max_new_tokens=16)
 REQUESTS = [GenerateRequest(i, (7, 20 + i, 30), seed=i) for i in range(4)]
@@ -94,6 +95,39 @@ def test_a_small_update_is_not_lost_in_bfloat16(model: str) -> None:
     seen = x.float() @ (merged - linear.weight.float()).T
     own = (linear(x).float() - before - exact).norm() / exact.norm()
     assert own < 0.4 < (seen - exact).norm() / exact.norm()
+
+
+def test_every_row_of_a_batch_has_its_own_adapter(model: str) -> None:
+    """Several beside the base model, of other ranks and scales, interleaved, with a prompt that all
+    share: each answers as alone, and as merged weights do."""
+    engine = LocalEngine(model, None)
+    engine.update_weights(weights_in(model), 1)
+    adapters = {"a": factors(model, 0.2, 1), "b": factors(model, 0.3, 2), "": {}}
+    for name in "ab":
+        engine.load_adapter(name, adapters[name].items(), SCALE)
+    names = ["b", "", "a", "b", "a", ""]
+    prompts = [(7, 20, 30), (7, 20, 30), (7, 20, 30), (9, 11), (12, 13, 14, 15), (9, 11)]
+    requests = [
+        GenerateRequest(i, prompt, seed=i, adapter=name)
+        for i, (name, prompt) in enumerate(zip(names, prompts, strict=True))
+    ]
+    for request, output in zip(requests, engine.generate(requests, SAMPLING), strict=True):
+        (alone,) = engine.generate([request], SAMPLING)
+        assert output.tokens == alone.tokens
+        row = [*request.prompt_tokens, *output.tokens]
+        whole = log_probs(model, adapters[request.adapter], row, torch.float32)
+        own = whole[len(request.prompt_tokens) - 1 :]
+        torch.testing.assert_close(torch.tensor(output.log_probs), own, rtol=0, atol=1e-5)
+        (scores,) = engine.prompt_log_probs([tuple(row)], [request.adapter])
+        torch.testing.assert_close(torch.tensor(scores), whole, rtol=0, atol=1e-5)
+        rows = engine.log_prob_rows(row, 1, 1.0, request.adapter)
+        torch.testing.assert_close(
+            rows.gather(1, torch.tensor(row[1:])[:, None])[:, 0], whole, rtol=0, atol=1e-5
+        )
+    engine.drop_adapter("b")
+    with pytest.raises(ValueError, match="the engine has no adapter 'b'"):
+        engine.generate(requests, SAMPLING)
+    assert engine.generate(requests[1:2], SAMPLING)[0].tokens
 
 
 WRONG = {

@@ -1,0 +1,179 @@
+"""Samples of several sampling sessions in one command to the workers: which share one, whose error
+it is, and whose answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slime_like.tinker.errors import Refused
+from tests.api_in_process import Api, workers
+
+ANY = {"max_tokens": 1}
+
+
+class Held:
+    """Workers that answer nothing until they are let go, and note every sampling command."""
+
+    def __init__(self) -> None:
+        self.go = asyncio.Event()
+        self.commands: list[dict[str, Any]] = []
+        self.ids: list[str] = []
+        self.bad = ""  # folder of an adapter that fails
+
+    async def __call__(self, id: str, command: dict[str, Any]) -> Any:
+        await self.go.wait()
+        if command["op"] == "sample":
+            self.commands.append(command)
+            self.ids.append(id)
+            if self.bad and self.bad in command["adapters"]:
+                raise Refused(f"the snapshot {self.bad} is gone")
+        return await workers(id, command)
+
+    @property
+    def adapters(self) -> list[list[str]]:
+        return [command["adapters"] for command in self.commands]
+
+
+@pytest.fixture
+def unmerged(tmp_path: Path) -> Iterator[Api]:
+    made = Api(tmp_path, max_adapters=2)
+    made.open()
+    yield made
+    made.close()
+
+
+def samplers_of(api: Api, ranks: list[int], *, first: int = 2) -> list[str]:
+    """A sampling session of each new model."""
+    found = []
+    for number, rank in enumerate(ranks, first):
+        model = api.create(number, rank)
+        body = {"model_id": model, "seq_id": 1, "sampling_session_seq_id": number}
+        saved = api.post("retrieve_future", api.post("save_weights_for_sampler", body))
+        found.append(str(saved["sampling_session_id"]))
+    return found
+
+
+def hold(api: Api) -> Held:
+    """Workers that are busy with something else."""
+    held = Held()
+    api.service.operations.call = held
+    api.post("optim_step", {"model_id": api.bystander, "seq_id": 1, "adam_params": {}})
+    return held
+
+
+def ask(api: Api, sampler: str, seq: int = 1, **changes: Any) -> Any:
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]}
+    body = {"prompt": prompt, "num_samples": 1, "sampling_params": ANY, **changes}
+    return api.post("asample", {**body, "sampling_session_id": sampler, "seq_id": seq})
+
+
+def answer(api: Api, future: Any) -> Any:
+    """JSON of an error; None for samples."""
+    body = b'{"request_id": "%s"}' % future["request_id"].encode()
+    found = api.send("retrieve_future", body, {"Accept": "application/x-protobuf"})
+    return found.json() if "json" in found.headers["content-type"] else None
+
+
+def folders(api: Api, samplers: list[str]) -> list[str]:
+    return [api.service.registry.samplers[sampler].folder for sampler in samplers]
+
+
+def test_adapters_share_a_command_up_to_their_limit(unmerged: Api) -> None:
+    """And with samples of the base model; those with other settings, and of whole weights, do
+    not."""
+    (whole,) = samplers_of(unmerged, [0])
+    samplers = samplers_of(unmerged, [4, 4, 8], first=3)
+    body = {"session_id": unmerged.session, "sampling_session_seq_id": 9, "base_model": "m"}
+    base = unmerged.post("create_sampling_session", body)["sampling_session_id"]
+    held = hold(unmerged)
+    futures = [ask(unmerged, sampler) for sampler in (*samplers, base, whole)]
+    futures += [ask(unmerged, samplers[0], 2, sampling_params={**ANY, "temperature": 0.5})]
+    held.go.set()
+    assert [answer(unmerged, future) for future in futures] == [None] * 6
+    one, two, three = folders(unmerged, samplers)
+    found = sorted((c["folder"], sorted(c["adapters"])) for c in held.commands)
+    merged = folders(unmerged, [whole])[0]
+    assert found == sorted([("/m", ["", one, two]), ("/m", [three]), ("/m", [one]), (merged, [])])
+
+
+def test_merged_weights_are_sampled_alone(tmp_path: Path) -> None:
+    """But sessions of the same weights together, here of the base model."""
+    api = Api(tmp_path)
+    api.open()
+    samplers = samplers_of(api, [4, 4])
+    body = {"session_id": api.session, "base_model": "m"}
+    bases = [
+        api.post("create_sampling_session", {**body, "sampling_session_seq_id": 7 + i})
+        for i in range(2)
+    ]
+    held = hold(api)
+    futures = [ask(api, each) for each in samplers]
+    futures += [ask(api, each["sampling_session_id"]) for each in bases]
+    held.go.set()
+    assert [answer(api, future) for future in futures] == [None] * 4
+    found = sorted((c["folder"], len(c["prompts"])) for c in held.commands)
+    assert found == sorted([("/m", 2), *((folder, 1) for folder in folders(api, samplers))])
+    assert held.adapters == [[]] * 3
+    api.close()
+
+
+def test_an_adapter_that_fails_is_no_error_of_others(unmerged: Api) -> None:
+    """Samples have no side effects: they are executed again, each session's alone."""
+    good, bad = samplers_of(unmerged, [4, 4])
+    held = hold(unmerged)
+    (held.bad,) = folders(unmerged, [bad])
+    futures = [ask(unmerged, good), ask(unmerged, bad), ask(unmerged, good, 2)]
+    held.go.set()
+    first, second, third = (answer(unmerged, future) for future in futures)
+    assert first is None and third is None
+    assert second == {"error": f"the snapshot {held.bad} is gone", "category": "user"}
+    assert [len(adapters) for adapters in held.adapters] == [3, 2, 1]
+
+
+def test_the_last_answer_before_a_restart_is_of_the_whole_batch(unmerged: Api) -> None:
+    """Workers keep it under the command's id for an API process that starts again, whose batches may
+    be others that begin with the same request."""
+    one, other = samplers_of(unmerged, [4, 4])
+    held = hold(unmerged)
+    futures = [ask(unmerged, one), ask(unmerged, other), ask(unmerged, one, 2)]
+    held.go.set()
+    assert [answer(unmerged, future) for future in futures] == [None] * 3
+    (id,) = held.ids
+    assert sorted(id.split()) == sorted([f"{one}/1", f"{other}/1", f"{one}/2"])
+
+
+def test_a_checkpoint_remembers_how_it_was_saved(unmerged: Api) -> None:
+    """Named sampler checkpoints too; external ones are whole Hugging Face models always."""
+    model = unmerged.create(2, 4)
+    seen: list[tuple[str, str]] = []
+
+    async def note(id: str, command: dict[str, Any]) -> Any:
+        seen.append((command["op"], command.get("folder", "")))
+        return await workers(id, command)
+
+    unmerged.service.operations.call = note
+    paths = []
+    for seq, route in enumerate(("save_weights_for_sampler", "save_weights_external"), 1):
+        body = {"model_id": model, "seq_id": seq, "path": f"end{seq}"}
+        paths.append(unmerged.post("retrieve_future", unmerged.post(route, body))["path"])
+    assert [op for op, _ in seen] == ["export_adapter", "export"]
+    checkpoints = [unmerged.service.registry.checkpoints[path] for path in paths]
+    assert [checkpoint.adapter for checkpoint in checkpoints] == [True, False]
+    body = {"session_id": unmerged.session, "sampling_session_seq_id": 5, "model_path": paths[0]}
+    sampler = unmerged.post("create_sampling_session", body)["sampling_session_id"]
+    ask_first = ask(unmerged, sampler)
+    assert answer(unmerged, ask_first) is None
+    assert unmerged.service.registry.samplers[sampler].adapter
+    unmerged.service.base = type(unmerged.service.base)("/m", "m", "Arch", no_unmerged="which X")
+    refused = unmerged.send(
+        "create_sampling_session",
+        b'{"session_id": "%s", "sampling_session_seq_id": 6, "model_path": "%s"}'
+        % (unmerged.session.encode(), paths[0].encode()),
+        {},
+    )
+    assert refused.status_code == 422 and "is an adapter which X" in refused.text
