@@ -57,14 +57,14 @@ COLUMNS = (
 
 
 def recordings(run: Run) -> list[Path]:
-    """JSON files of recorded rollouts in the run's folder (without nested runs) and in the folder
-    that its flag names; newest rollouts first."""
+    """JSON files of recorded rollouts in the run's folder (without nested runs), or else in the
+    folder that its flag names, where a later run of the same settings may record; newest rollouts
+    first."""
     inner = {path.parent for path in run.folder.rglob(METRICS_FILE)} - {run.folder}
-    paths = {
-        path.resolve() for path in run.folder.rglob("*.json") if inner.isdisjoint(path.parents)
-    }
+    own = [path for path in run.folder.rglob("*.json") if inner.isdisjoint(path.parents)]
+    paths = {path.resolve() for path in own if _is_recording(path)}
     template = run.record.get("config", {}).get("--save-debug-rollout-data")
-    if isinstance(template, str) and "{rollout_id}" in template:
+    if not paths and isinstance(template, str) and "{rollout_id}" in template:
         stem = Path(template.removesuffix(".json").removesuffix(".safetensors"))
         name = stem.name.replace("{rollout_id}", "*")
         if "{rollout_id}" not in str(stem.parent):

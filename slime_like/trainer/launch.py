@@ -278,12 +278,12 @@ def both(first: Say, second: Say) -> Say:
 
 def with_timeline(enter: Say, config: RunConfig, output_dir: Path, layout: ParallelLayout) -> Say:
     """Wrap `enter` to record the timeline too, with --record-timeline."""
-    from slime_like.checkpoints.folders import is_checkpoint_root
     from slime_like.metrics.timeline import PhaseTimeline
+    from slime_like.trainer.earlier_run import resumes
 
-    flags = config.checkpoint
-    resumed = flags.load is not None and not flags.finetune and is_checkpoint_root(flags.load)
-    timeline = PhaseTimeline(output_dir, layout.rank, resumed=resumed, world_size=layout.world_size)
+    timeline = PhaseTimeline(
+        output_dir, layout.rank, resumed=resumes(config.checkpoint), world_size=layout.world_size
+    )
     return both(enter, timeline.enter)
 
 
@@ -343,12 +343,19 @@ def command_to_continue(config: RunConfig, world_size: int) -> str:
 
 def shared_output_dir(config: RunConfig) -> Path:
     """The output folder, equal on every rank: --output-dir, that of the resumed run, or a new one
-    with a timestamp."""
+    with a timestamp. Rank 0 moves an earlier run in it out of the way of one that does not resume
+    it."""
     from slime_like.distributed.collectives import from_rank_zero
+    from slime_like.trainer import earlier_run
 
     def choose() -> str:
         folder = config.logging.output_dir or resumed_output_dir(config)
-        return folder or f"outputs/{time.strftime('%Y%m%d-%H%M%S')}"
+        folder = folder or f"outputs/{time.strftime('%Y%m%d-%H%M%S')}"
+        if earlier_run.resumes(config.checkpoint):
+            earlier_run.put_back_interrupted_move(Path(folder))
+        else:
+            earlier_run.set_aside_earlier_run(config.debug, Path(folder))
+        return folder
 
     return Path(from_rank_zero(choose))
 

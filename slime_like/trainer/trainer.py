@@ -31,6 +31,7 @@ from slime_like.rollout.factory import load_prompts, make_source
 from slime_like.samples.exchange import with_branches
 from slime_like.samples.index import AnySample
 from slime_like.samples.masking import check_sampling_masks
+from slime_like.trainer.earlier_run import set_aside_earlier_run
 from slime_like.trainer.factory import (
     make_batch_builder,
     make_certifier,
@@ -144,6 +145,8 @@ class Trainer:
         if not config.no_tensorboard:
             tensorboard = Path(config.tensorboard_dir or self.output_dir / "tensorboard")
         first = self.start + 1 if self.start else 0
+        if not first:  # usually done before; the checkpoint may hold weights only
+            set_aside_earlier_run(self.config.debug, self.output_dir, begun=True)
         trackers = None
         if config.trackers:
             trackers = start_trackers(self.config, self.output_dir, resumed=first > 0)

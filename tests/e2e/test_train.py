@@ -202,6 +202,34 @@ def test_recorded_rollouts_train_alike(
     assert "rollout_4.json: no such file; --load-debug-rollout-data needs it for rollout 4" in error
 
 
+def test_a_second_run_in_the_same_folder(
+    server: TrainServer, work: Workspace, tmp_path: Path
+) -> None:
+    """The files of the first are set aside as they were, those of both ranks."""
+    out = tmp_path / "out"
+    everything = dict(
+        save_debug_rollout_data=out / "rollouts/{rollout_id}", record_timeline="", no_tensorboard=None, no_plot=None, save_hf=out / "hf"
+    )  # fmt: skip
+    first = server.train(work.flags(out, num_rollout=2, **everything), tmp_path / "a", ranks=2)
+    assert "earlier" not in first.ok().out
+    (out / "notes.txt").write_text("mine")
+    written = {p.relative_to(out): p.read_bytes() for p in out.rglob("*") if p.is_file()}
+    flags = work.flags(out, num_rollout=1, **everything)
+    done = server.train(flags, tmp_path / "b", ranks=2).ok()
+    (place,) = out.glob("earlier-*")
+    assert (
+        f"{out} had an earlier run, whose metrics, rollouts and logs are now in {place}" in done.out
+    )
+    assert done.out.count("earlier") == 2
+    moved = {p.relative_to(place): p.read_bytes() for p in place.rglob("*") if p.is_file()}
+    stays = {path for path in written if path.parts[0] in ("hf", "notes.txt")}
+    assert moved == {path: data for path, data in written.items() if path not in stays}
+    assert [row["step"] for row in rows_of(out)] == [1]
+    assert {p.name for p in (out / "rollouts").iterdir() if p.suffix == ".json"} == {
+        *("1.json", "1.tokens.json")
+    }
+
+
 def test_rollout_only(server: TrainServer, work: Workspace, full_run: Path, tmp_path: Path) -> None:
     argv = work.flags(
         tmp_path,
