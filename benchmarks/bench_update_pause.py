@@ -311,7 +311,7 @@ class SimulatedUpdates:
         self.folder = str(self.case.folder)
         self.sizes = self.case.sizes[given.ranks]
         self.link = given.link * 2**30
-        self._bucket_bytes = given.bucket_mib * MIB
+        self._bucket_bytes = int(given.bucket_mib * MIB)
         self._answer_s = given.answer_ms / 1e3
         self._hf = read_hf_model(self.folder)
         self._chunks, self._gpt = meta_chunks(self.folder, self._hf, self.sizes, given.ranks)

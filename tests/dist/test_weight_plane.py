@@ -1,14 +1,18 @@
 """The weight plane's simulated ranks against gloo processes: the same collectives and messages, the
-same bytes, and as much held, on every rank and in every way to engines."""
+same bytes, and as much held, on every rank and in every way to engines. And their turns on a
+simulated link to servers."""
 
 from __future__ import annotations
 
+from argparse import Namespace
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
-from benchmarks.bench_weight_plane import WAYS, count_simulated
+from benchmarks import bench_update_pause
+from benchmarks.bench_update_pause import MODES, OVERLAPPED, of_simulated_ranks
+from benchmarks.bench_weight_plane import MIB, WAYS, Case, count_simulated
 from benchmarks.bench_weights import make_config
 from benchmarks.parity.ranks import run_ranks
 from benchmarks.simulated_ranks import LayoutSizes
@@ -54,3 +58,30 @@ def test_simulated_ranks_count_what_processes_do(
             assert counted.peak <= 2 * LARGEST  # shards of a bucket, and the bucket
             # each of gloo's two threads may have its last message a moment longer
             assert 0 <= held <= 2 * LARGEST, (rank, way)
+
+
+def test_every_bucket_of_simulated_ranks_goes_over_the_link_in_its_turn(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With and without overlap: all buckets of all senders, each at its place in the plan."""
+    sizes = LayoutSizes(tp=2, pp=2, ep=4, etp=1)
+    monkeypatch.setitem(bench_update_pause.CASES, "small", Case(Path(folder), 0, {8: sizes}))
+    sent: list[int] = []
+    send = bench_update_pause.Wire.send
+
+    def noted(wire: bench_update_pause.Wire, nbytes: int) -> None:
+        sent.append(nbytes)
+        send(wire, nbytes)
+
+    monkeypatch.setattr(bench_update_pause.Wire, "send", noted)
+    given = Namespace(
+        model="small", ranks=8, bucket_mib=BUCKET_BYTES / MIB, link=0.01, making=0.01, answer_ms=1.0
+    )
+    rows = of_simulated_ranks(given)
+    assert [row["mode"] for row in rows] == list(MODES)
+    overlapped = next(row for row in rows if row["mode"] == OVERLAPPED)
+    assert overlapped["senders"] == 8 and overlapped["messages"] > 8
+    half = len(sent) // 2
+    assert sent[:half] == sent[half:] and half == overlapped["messages"]
+    assert sum(sent[:half]) == overlapped["bytes"]
+    assert all(row["pause_s"] >= row["wire_s"] for row in rows)

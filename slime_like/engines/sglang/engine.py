@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -49,7 +50,8 @@ class SglangEngine(ServedEngine):
                 "certificate's tokens; is it a folder that this machine sees, too?"
             )
             try:
-                states = dumped_states(dump_files(Path(folder)) - before, sequences)
+                files = dump_files(Path(folder)) - before
+                states = dumped_states(files, sequences, routes=self._has_final_routes())
             except ValueError as error:
                 states = {}
                 missing = str(error)
@@ -58,3 +60,13 @@ class SglangEngine(ServedEngine):
             else:
                 warn_rank_0(logger, f"the layers of {worker.url} are not compared: {missing}")
         return found
+
+    def _has_final_routes(self) -> bool:
+        """Whether the routers of servers give the weights that experts have in the end: a factor on
+        them is for some families one on the output."""
+        try:
+            config = json.loads((Path(self._hf_checkpoint) / "config.json").read_text())
+        except (OSError, ValueError):
+            return False
+        text = config.get("text_config") or config
+        return text.get("routed_scaling_factor") in (None, 1.0)

@@ -83,9 +83,39 @@ def test_a_prompt_that_is_in_no_pass(tmp_path: Path) -> None:
 def test_ranks_of_tensor_parallelism_have_parts_of_outputs(tmp_path: Path) -> None:
     for rank in (0, 1):
         write_pass(tmp_path / f"TP{rank}_PP0_Rank{rank}_pid{rank}", 0, [FIRST])
+        path = tmp_path / f"TP{rank}_PP0_Rank{rank}_pid{rank}/Pass00000.pt"
+        dumped = torch.load(path)
+        dumped["model.layers.0.self_attn.o_proj"] *= 1 + 2 * rank  # 3 times and 9 times the tokens
+        torch.save(dumped, path)
+    files = dump_files(tmp_path)
+    rows = FIRST[:, None].float()
+    found = dumped_states(files, [FIRST])
+    assert torch.equal(found["layers.0.attention"], 12 * rows), "the sum of both"
+    assert torch.equal(found["layers.0.mlp"], 6 * rows), "both have the sum already"
+    assert torch.equal(found["layers.0"], 8 * rows)
+    # what the other rank has not written for these tokens is not known
+    other = tmp_path / "TP1_PP0_Rank1_pid1"
+    write_pass(other, 0, [SECOND])
+    write_pass(other, 1, [FIRST])
     found = dumped_states(dump_files(tmp_path), [FIRST])
     assert {"layers.0.attention", "layers.0.mlp"}.isdisjoint(found)
     assert {"embedding", "layers.0", "layers.0.mlp_norm", "norm"} <= found.keys()
+
+
+def test_routers(tmp_path: Path) -> None:
+    """Weights and numbers of the chosen experts, and the logits of all."""
+    weights = torch.tensor([[0.75, 0.25], [0.5, 0.5], [0.9, 0.1], [0.6, 0.4]])
+    chosen = torch.tensor([[2, 0], [1, 2], [0, 1], [2, 1]], dtype=torch.int32)
+    expected = [[0.25, 0, 0.75], [0, 0.5, 0.5], [0.9, 0.1, 0], [0, 0.4, 0.6]]
+    name = "model.layers.0.mlp.topk"
+    rank = tmp_path / "TP0_PP0_Rank0_pid1"
+    write_pass(rank, 0, [FIRST], **{name: [weights, chosen, torch.zeros(4, 3)]})
+    found = dumped_states(dump_files(tmp_path), [FIRST])
+    assert torch.equal(found["layers.0.router"], torch.tensor(expected))
+    assert "layers.0.router" not in dumped_states(dump_files(tmp_path), [FIRST], routes=False)
+    # the last number stands for a shared expert
+    write_pass(rank, 0, [FIRST], **{name: [weights, chosen, torch.zeros(4, 2)]})
+    assert "layers.0.router" not in dumped_states(dump_files(tmp_path), [FIRST])
 
 
 @pytest.mark.parametrize("spoil", ["empty", "cut", "words", "list"])
