@@ -36,6 +36,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.bench_common import write_json  # noqa: E402
 from benchmarks.trl_sides import reward  # noqa: E402
 from slime_like.cli.tiny_model import make_model, make_tokenizer  # noqa: E402
+from slime_like.metrics.logger import read_metrics  # noqa: E402
 
 WARM_UP = 3
 SIDES = ("ours", "plain", "trl")
@@ -88,7 +89,7 @@ def ours(folder: Path, case: dict[str, Any], more: Sequence[str]) -> list[float]
         *("--no-plot", "--no-tensorboard", "--no-progress", *more),
     ]
     run(command)
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    rows = read_metrics(out / "metrics.jsonl")
     return [row["perf/step_s"] for row in rows if "train/loss" in row]
 
 

@@ -439,7 +439,7 @@ def run_served(folder: Path, servers: Servers, demo: Path, mode: str, *, skewed:
         subprocess.run(command, cwd=ROOT, check=True, stdout=log, stderr=log)
     found = rows(folder / "out")[2:]
     seconds = sum(row["perf/step_s"] for row in found)
-    times = [tuple(json.loads(line)) for line in spans.read_text().splitlines()]
+    times = [tuple(json.loads(line)) for line in spans.read_text().split("\n") if line]
     tokens = sum(row["rollout/response_length_mean"] for row in found) * GROUPS * GROUP_SIZE
     return Result(
         len(found) * GROUPS * GROUP_SIZE / seconds,

@@ -115,7 +115,7 @@ def resident_kib(name: str) -> int:
     """Resident memory of this process. name: VmRSS (current) or VmHWM (peak)."""
     return next(
         int(line.split()[1])
-        for line in Path("/proc/self/status").read_text().splitlines()
+        for line in Path("/proc/self/status").read_text().split("\n")
         if line.startswith(name)
     )
 

@@ -15,7 +15,6 @@ when anything exceeds 1e-5.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import sys
@@ -33,6 +32,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.parity.cells import CP2, PP2, VP2, Layout  # noqa: E402
 from benchmarks.parity.cells import LAYOUTS as MATRIX  # noqa: E402
 from benchmarks.parity.models import make_model  # noqa: E402
+from slime_like.metrics.logger import read_metrics  # noqa: E402
 from slime_like.rollout.recording import save_rollout  # noqa: E402
 from slime_like.samples.groups import SampleGroup  # noqa: E402
 from slime_like.servers.processes import free_ports  # noqa: E402
@@ -140,7 +140,7 @@ def run_layout(
         raise RuntimeError(
             f"{name}: {' '.join(command)}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
         )
-    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    rows = read_metrics(out / "metrics.jsonl")
     return Result(
         losses=[row["train/loss"] for row in rows],
         grad_norms=[row["train/grad_norm"] for row in rows],

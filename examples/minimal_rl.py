@@ -56,12 +56,12 @@ class Response:
 
 def read_rows(file: Path, tokenizer: Any) -> list[Row]:
     rows = []
-    for line in file.read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
-        text = tokenizer.apply_chat_template(
-            row["messages"], add_generation_prompt=True, tokenize=False
-        )
-        rows.append(Row(tuple(tokenizer.encode(text, add_special_tokens=False)), row["answer"]))
+    with file.open(encoding="utf-8", newline="\n") as lines:
+        for row in map(json.loads, lines):
+            text = tokenizer.apply_chat_template(
+                row["messages"], add_generation_prompt=True, tokenize=False
+            )
+            rows.append(Row(tuple(tokenizer.encode(text, add_special_tokens=False)), row["answer"]))
     return rows
 
 

@@ -92,7 +92,7 @@ class Folder:
 
     def lines(self) -> list[str]:
         text = self.results.read_text(encoding="utf-8") if self.results.exists() else ""
-        return [line for line in text.splitlines() if line]
+        return [line for line in text.split("\n") if line]
 
     def found(self, cells: Sequence[Cell]) -> list[Found]:
         """Results of `cells` with the current code, including failures. The last line of the file

@@ -120,7 +120,8 @@ def tool_names(row: Mapping[str, Any]) -> frozenset[str]:
 def rows(path: Path, server: str, max_steps: int | None) -> Iterator[dict[str, Any]]:
     """Lines of --prompt-data. The agent sends all of NeMo Gym's row; the prompt is to be read.
     Raises ValueError for a line that is no such row."""
-    with path.open(encoding="utf-8") as lines:  # str.splitlines also splits within JSON's strings
+    # str.splitlines also splits within JSON's strings
+    with path.open(encoding="utf-8", newline="\n") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue

@@ -11,7 +11,9 @@ real training.
 from __future__ import annotations
 
 import argparse
+import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -41,6 +43,13 @@ class Response:
         whole = np.zeros(len(self.tokens) - 1, dtype=np.float32)
         whole[self.start - 1 :] = values
         return whole
+
+
+def json_lines(path: Path | str) -> list[Any]:
+    """The values of a file of JSON lines. `str.splitlines` would also split within strings that
+    have U+2028 or U+0085."""
+    with Path(path).open(encoding="utf-8", newline="\n") as lines:
+        return [json.loads(line) for line in lines]
 
 
 def settings(**defaults: Any) -> argparse.Namespace:

@@ -13,13 +13,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import functools
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import chz
+from common import json_lines
 from cookbook_sl import RENDERER, metrics_of
 from tinker_cookbook import renderers
 from tinker_cookbook.rl import train
@@ -91,10 +91,7 @@ class LocalRows(RLDatasetBuilder):
 
     async def __call__(self) -> tuple[RLDataset, RLDataset]:
         renderer = renderers.get_renderer(RENDERER, get_tokenizer(self.model_name))
-        rows, heldout = (
-            [json.loads(line) for line in Path(file).read_text(encoding="utf-8").splitlines()]
-            for file in (self.train_file, self.heldout_file)
-        )
+        rows, heldout = (json_lines(file) for file in (self.train_file, self.heldout_file))
         heldout = heldout[: self.heldout_size]
         return Rows(rows, renderer, self.batch_size, self.group_size), Rows(
             heldout, renderer, len(heldout), 4
@@ -137,9 +134,7 @@ def main() -> None:
 
     start = None
     if options.start_from is not None:
-        start = json.loads(
-            (options.start_from / "checkpoints.jsonl").read_text(encoding="utf-8").splitlines()[-1]
-        )["state_path"]
+        start = json_lines(options.start_from / "checkpoints.jsonl")[-1]["state_path"]
     rows = LocalRows(
         model_name=options.model,
         train_file=str(options.data / "train.jsonl"),

@@ -18,6 +18,7 @@ import json
 import os
 from pathlib import Path
 
+from common import json_lines
 from tinker_cookbook.supervised import train
 from tinker_cookbook.supervised.data import FromConversationFileBuilder
 from tinker_cookbook.supervised.types import ChatDatasetBuilderCommonConfig
@@ -47,8 +48,7 @@ def conversations(data: Path, folder: Path) -> Path:
 
 def metrics_of(log_path: Path, name: str) -> list[float]:
     """One metric of a cookbook's run, over its steps."""
-    rows = map(json.loads, (log_path / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
-    return [row[name] for row in rows if name in row]
+    return [row[name] for row in json_lines(log_path / "metrics.jsonl") if name in row]
 
 
 def main() -> None:
@@ -91,9 +91,7 @@ def main() -> None:
     )
     asyncio.run(train.main(config))
     found = metrics_of(options.log_path, "train_mean_nll")
-    last = json.loads(
-        (options.log_path / "checkpoints.jsonl").read_text(encoding="utf-8").splitlines()[-1]
-    )
+    last = json_lines(options.log_path / "checkpoints.jsonl")[-1]
     print(f"nll {found[0]:.3f} -> {found[-1]:.3f}; state {last['state_path']}")
 
 

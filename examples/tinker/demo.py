@@ -10,7 +10,6 @@ prints its curve on the held-out words beside train.py's.
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import tinker
-from common import connect, settings
+from common import connect, json_lines, settings
 from tinker import types
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -35,7 +34,7 @@ class Task:
 
     def __init__(self, file: Path, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-        self.rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        self.rows = json_lines(file)
         self.prompts = [
             tokenizer.encode(
                 tokenizer.apply_chat_template(
@@ -101,11 +100,7 @@ def datum(prompt: list[int], sequence: Any, advantage: float, samples_of_step: i
 
 def curve_of(metrics: Path, last: int) -> dict[int, float]:
     """train.py's held-out rewards, by the number of rollouts before them."""
-    rows = (
-        [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
-        if metrics.exists()
-        else []
-    )
+    rows = json_lines(metrics) if metrics.exists() else []
     return {
         row["step"]: row["eval/heldout/mean"]
         for row in rows

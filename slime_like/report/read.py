@@ -193,6 +193,7 @@ def _stacks(folder: Path) -> dict[int, str]:
 
 def _lines(path: Path) -> tuple[str, ...]:
     try:
-        return tuple(path.read_text(encoding="utf-8", errors="replace").splitlines())
+        text = path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ()
+    return tuple(text.removesuffix("\n").split("\n")) if text else ()
