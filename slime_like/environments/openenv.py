@@ -18,6 +18,7 @@ from urllib.parse import urlsplit, urlunsplit
 from urllib.request import ProxyHandler, build_opener
 
 from websockets.exceptions import ConnectionClosed, InvalidMessage, InvalidStatus
+from websockets.frames import CloseCode
 from websockets.sync.client import ClientConnection, connect
 
 from slime_like.environments.interface import Step, TextEnvironment
@@ -29,6 +30,7 @@ _SCHEMA_S = 20.0
 _FIRST_PAUSE_S = 0.25
 _LONGEST_PAUSE_S = 5.0
 _MAX_MESSAGE = 64 * 2**20  # bytes
+_PASSING = (CloseCode.GOING_AWAY, CloseCode.SERVICE_RESTART, CloseCode.TRY_AGAIN_LATER)
 _OPENER = build_opener(ProxyHandler({}))
 
 
@@ -145,6 +147,7 @@ class OpenEnv:
         end = time.monotonic() + self._wait_s
         pause = _FIRST_PAUSE_S
         while True:
+            is_open = False
             try:
                 opening = connect(
                     _websocket_url(self._url),
@@ -153,10 +156,11 @@ class OpenEnv:
                     proxy=None,
                 )
                 self._socket = self._open.enter_context(opening)
+                is_open = True
                 found = self._ask(message)
             except (OSError, ConnectionClosed, InvalidMessage, InvalidStatus) as error:
                 found = {"type": "error", "data": {"message": f"{type(error).__name__}: {error}"}}
-                busy = not isinstance(error, InvalidStatus) or _is_passing(error)
+                busy = _is_passing(error, is_open=is_open)
             else:
                 busy = found.get("type") == "error" and _code(found) == "CAPACITY_REACHED"
             if not busy or time.monotonic() > end:
@@ -204,9 +208,15 @@ def _code(found: Mapping[str, Any]) -> str:
     return str(found["data"].get("code") or "")
 
 
-def _is_passing(error: InvalidStatus) -> bool:
-    """Whether a server, or the proxy before it, is busy or starting."""
-    return error.response.status_code == 429 or error.response.status_code >= 500
+def _is_passing(error: Exception, *, is_open: bool) -> bool:
+    """Whether a server, or the proxy before it, is busy or starting. One that ends an open
+    connection without an answer is not: the environment has crashed."""
+    if is_open:
+        closed = error.rcvd if isinstance(error, ConnectionClosed) else None
+        return closed is not None and closed.code in _PASSING
+    if isinstance(error, InvalidStatus):
+        return error.response.status_code == 429 or error.response.status_code >= 500
+    return True
 
 
 def _websocket_url(url: str) -> str:

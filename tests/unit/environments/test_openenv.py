@@ -212,6 +212,41 @@ def test_a_server_that_closes_connections_while_it_starts_is_waited_for() -> Non
 
 
 @pytest.mark.parametrize(
+    ("code", "attempts", "message"),
+    [(1011, 1, "1011"), (None, 1, "no close frame"), (1012, 3, ""), (1013, 3, "")],
+)
+def test_a_crash_in_reset_is_not_waited_for(code: int | None, attempts: int, message: str) -> None:
+    """But a server that goes away or asks to come again is. The third connection is answered."""
+    seen: list[str] = []
+
+    def handle(connection: ServerConnection) -> None:
+        seen.append(str(connection.recv()))
+        if len(seen) == 3:
+            connection.send(json.dumps(observation(None, False, hint="there")))
+        elif code is None:
+            connection.socket.shutdown(socket.SHUT_RDWR)  # as if the process had died
+        else:
+            connection.close(code)
+
+    with serve(handle, "127.0.0.1", 0) as server:
+        thread = Thread(target=server.serve_forever)
+        thread.start()
+        url = f"http://127.0.0.1:{server.socket.getsockname()[1]}"
+        made = OpenEnv(url, None, None, legal="", timeout_s=60, wait_s=60)
+        try:
+            if message:
+                with pytest.raises(RuntimeError, match=message):
+                    made.reset(seed=1, row=ROW)
+            else:
+                assert "there" in made.reset(seed=1, row=ROW)
+        finally:
+            made.close()
+            server.shutdown()
+            thread.join()
+    assert len(seen) == attempts
+
+
+@pytest.mark.parametrize(
     ("options", "words"),
     [
         ("?action=word", "an action has no field 'word'; it has guess"),
