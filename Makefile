@@ -130,7 +130,7 @@ cookbook-env:
 test-cookbook: install cookbook-env
 	COOKBOOK_ENV=$(COOKBOOK_ENV) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m cookbook tests/cookbook
 
-# OpenEnv and NeMo Gym, each in an environment of its own (2 GB together); Python 3.12 or newer
+# OpenEnv, NeMo Gym and Harbor, each in an environment of its own (2 GB together); Python 3.12 or newer
 ENVIRONMENTS_ENV ?= $(CURDIR)/.venv-environments
 
 environments-env:

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Create separate virtual environments for OpenEnv and NeMo Gym, whose dependencies conflict. 2 GB together.
+# Create separate virtual environments for OpenEnv, NeMo Gym and Harbor, whose dependencies conflict. 2 GB together.
 #
 #   bash scripts/make_environments_env.sh [folder, by default $ENVIRONMENTS_ENV or .venv-environments]
 set -euo pipefail
@@ -17,3 +17,4 @@ make_env() {  # folder, then what to install
 }
 make_env openenv "openenv-core>=0.3,<0.4"
 make_env nemo_gym "nemo-gym>=0.4,<0.5"
+make_env harbor "harbor>=0.26,<0.27"

@@ -41,13 +41,15 @@ class Lost(Exception):
     """An episode without a reward; the run drops its sample."""
 
 
-class Environment(Protocol):
-    def rows(self, *, evaluation: bool) -> Iterator[dict[str, Any]]:
-        """prompt, label, metadata, as --prompt-data has them."""
-        ...
-
+class Playable(Protocol):
     async def play(self, row: Mapping[str, Any], url: str, key: str) -> float:
         """The reward of one episode. url: of the gateway. Raises Lost."""
+        ...
+
+
+class Environment(Playable, Protocol):
+    def rows(self, *, evaluation: bool) -> Iterator[dict[str, Any]]:
+        """prompt, label, metadata, as --prompt-data has them."""
         ...
 
 
@@ -131,7 +133,7 @@ def _row(prompt: Any, label: str, row: Mapping[str, Any]) -> dict[str, Any]:
     return {"prompt": str(prompt) or "-", "label": label, "metadata": {ROW: row}}
 
 
-async def work(environment: Environment, gateway: str, key: str) -> None:
+async def work(environment: Playable, gateway: str, key: str) -> None:
     """Claim tasks, one after the other, and play them."""
     async with httpx.AsyncClient(base_url=gateway, timeout=WAIT_S + 40) as client:
         while True:
@@ -149,7 +151,7 @@ async def work(environment: Environment, gateway: str, key: str) -> None:
                 await asyncio.sleep(RETRY_S)
 
 
-async def _play(environment: Environment, client: httpx.AsyncClient, task: dict[str, Any]) -> None:
+async def _play(environment: Playable, client: httpx.AsyncClient, task: dict[str, Any]) -> None:
     headers = {"authorization": f"Bearer {task['api_key']}"}
 
     async def beat() -> None:
@@ -172,7 +174,7 @@ async def _play(environment: Environment, client: httpx.AsyncClient, task: dict[
         print(f"an episode came too late: {told.text}", file=sys.stderr)
 
 
-async def work_all(environment: Environment, arguments: argparse.Namespace) -> None:
+async def work_all(environment: Playable, arguments: argparse.Namespace) -> None:
     key = arguments.key_file.read_text().split()[0]
     async with asyncio.TaskGroup() as group:
         for gateway in arguments.gateway:

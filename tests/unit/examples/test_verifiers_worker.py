@@ -12,6 +12,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,16 @@ def play(
     python: str, name: str, settings: dict[str, Any], engine: Engine, tasks: list[dict[str, Any]],
     folder: Path,
 ) -> list[Sample]:  # fmt: skip
-    """Episodes of rows, one after the other, so that the engine's texts have an order."""
+    words, variables = command(python, "work", name, "--settings", json.dumps(settings))
+    return play_by(words, variables, engine, tasks, folder)
+
+
+def play_by(
+    words: Sequence[str], variables: Mapping[str, str], engine: Engine, tasks: Sequence[Mapping[str, Any]],
+    folder: Path,
+) -> list[Sample]:  # fmt: skip
+    """Episodes of rows, one after the other, so that the engine's texts have an order. words,
+    variables: of the worker, which gets the gateway and its key."""
     (folder / "keys").write_text(KEY + "\n")
     queue = TaskQueue({KEY}, 300, 60)
     gateway = Gateway("127.0.0.1", free_port(), max_body=100_000, tasks=queue)
@@ -75,13 +85,10 @@ def play(
     async def worker() -> None:
         while not gateway.url:
             await asyncio.sleep(0.005)
-        words, variables = command(
-            python, "work", name, "--settings", json.dumps(settings), "--gateway", gateway.url, "--key-file", f"{folder}/keys",
-            "--episodes", "1",
-        )  # fmt: skip
+        more = ("--gateway", gateway.url, "--key-file", f"{folder}/keys", "--episodes", "1")
         with (folder / "worker.log").open("wb") as log:
             process = await asyncio.create_subprocess_exec(
-                *words, env=variables, stdout=log, stderr=log, start_new_session=True
+                *words, *more, env=variables, stdout=log, stderr=log, start_new_session=True
             )
             try:
                 await process.wait()
