@@ -29,6 +29,7 @@ from slime_like.preflight.one_rank import (
 from slime_like.preflight.passes import Passes, run_stage
 from slime_like.preflight.shape import shape_of
 from slime_like.servers.nodes import Node, place_servers
+from slime_like.weight_sync.transports.base import transport_traits
 
 RUNTIME = 2 * 10**9  # CUDA context, kernels and libraries on a data-centre GPU: an assumption
 # NCCL's buffers per group of more than one rank: an assumption (8 channels with 3 protocols, the
@@ -241,11 +242,12 @@ def _offloaded(config: RunConfig) -> tuple[str, ...]:
 def _other_phases(
     config: RunConfig, rank: int, resident: dict[str, int]
 ) -> dict[str, dict[str, int]]:
-    """The phases of the weight update, with two weight buckets in flight, and of generation by
-    servers on the same GPU."""
+    """The phases of the weight update, and of generation by servers on the same GPU. In an update a
+    rank has a bucket and the shards that it is made of, and another bucket that is being sent."""
     phases = {}
     if engine_traits(config.rollout.rollout_engine).has_servers:
-        buckets = 2 * config.sglang.update_weight_buffer_size
+        overlaps = transport_traits(config.sglang.update_weight_transport).overlaps
+        buckets = (3 if overlaps else 2) * config.sglang.update_weight_buffer_size
         phases[SYNC] = {**resident, "messages with weights": buckets}
     if config.sglang.colocate and rank in ranks_with_servers(config):
         server = round(server_fraction(config) * config.preflight.preflight_memory_gb * 10**9)

@@ -75,6 +75,7 @@ class TransportTraits:
     same_gpu: bool = False  # works between processes on one GPU only
     uses_folder: bool = False  # goes through a folder that trainer and servers share
     sends_deltas: bool = False  # works with --update-weight-mode delta
+    overlaps: bool = False  # a bucket is sent while the next one is made
     keeps_copy: bool = False  # may keep a copy in host memory for servers that join late
 
 
@@ -110,7 +111,7 @@ for _name, _path, _help, _trait in (
         "broadcast",
         "broadcast:BroadcastTransport",
         "a process group with them, gloo or NCCL.",
-        TransportTraits(keeps_copy=True),
+        TransportTraits(keeps_copy=True, overlaps=True),
     ),
     (
         "disk",
@@ -128,7 +129,7 @@ for _name, _path, _help, _trait in (
         "tensor",
         "tensor:TensorTransport",
         "in the requests themselves, which is slow.",
-        TransportTraits(),
+        TransportTraits(overlaps=True),
     ),
 ):
     weight_transports.add_lazy(_name, f"{_HERE}.{_path}", help=_help)

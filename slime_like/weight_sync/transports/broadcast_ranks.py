@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 import torch.distributed as dist
 
@@ -86,12 +87,10 @@ class BroadcastOrder:
             if numbers:
                 membership = self._join()
                 turns = Turns(membership.store, self.update)
-                taken = turns
-                send_while_made(
-                    stream,
-                    lambda own: _send_in_turn(own, numbers, membership.member, taken),
-                    self._fail,
+                send = partial(
+                    _send_in_turn, numbers=numbers, member=membership.member, turns=turns
                 )
+                send_while_made(stream, send, self._fail)
         except (RuntimeError, OSError) as failure:
             leave_group()
             if turns is not None:

@@ -574,6 +574,17 @@ def test_where_servers_are(
     assert len(few) == (ranks == [0])
 
 
+@pytest.mark.parametrize(("transport", "buckets"), [("broadcast", 3), ("tensor", 3), ("disk", 2)])
+def test_buckets_of_a_weight_update(tmp_path: Path, transport: str, buckets: int) -> None:
+    """One, its shards, and one that is being sent meanwhile."""
+    words = (
+        "--rollout-engine sglang --rollout-external-engine-addrs 127.0.0.1:1 --preflight "
+        f"--update-weight-transport {transport} --update-weight-buffer-size 1000000"
+    )
+    (rank,) = check(parse_args(complete(tmp_path, *words.split()), 1)).ranks
+    assert rank.phases["weight update"]["messages with weights"] == buckets * 1_000_000
+
+
 def test_more_servers_than_the_trainer_has_gpus(tmp_path: Path) -> None:
     words = "--rollout-engine sglang --colocate --rollout-num-gpus 8 --preflight --world-size 4"
     (found,) = problems_of(complete(tmp_path, *words.split()), 1)
