@@ -514,8 +514,9 @@ class FakeServer:
             tuple(body.get("input_ids") or self.tokenizer(body["text"])["input_ids"]),
             body["logprob_start_len"],
         )
+        engine = self.adapters[body["lora_path"]] if "lora_path" in body else self.engine
         with self._lock:
-            scores = [None, *self.engine.prompt_log_probs([tokens])[0]]
+            scores = [None, *engine.prompt_log_probs([tokens])[0]]
         scores[start] = None
         named = [0 if token == self.engine._vocab_size - 1 else token for token in tokens]
         entries = [

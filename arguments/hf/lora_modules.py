@@ -32,6 +32,14 @@ def unserved_beside_base(folder: str, model: HfModel) -> list[str]:
     return reasons
 
 
+def padded_mlp(model: HfModel, gpus_per_engine: int, *, cuda: bool) -> str:
+    """Why SGLang applies no adapters to the MLP; "" if it does."""
+    size = model.transformer["ffn_hidden_size"]
+    if cuda or size % (32 * gpus_per_engine) == 0:
+        return ""
+    return f"without a GPU SGLang pads an MLP of {size} units, and no adapter of it"
+
+
 def target_modules(names: Sequence[str], model: HfModel) -> tuple[str, ...]:
     """The modules of this model that --lora-target-modules `names` stands for, sorted."""
     modules = {module for name in names for module in TARGETS[name]}

@@ -8,7 +8,7 @@ import ipaddress
 from pathlib import Path
 
 from arguments.flag_registry import GROUPS
-from arguments.hf.lora_modules import no_adapters, unserved_beside_base
+from arguments.hf.lora_modules import MERGED, no_adapters, unserved_beside_base
 from arguments.hf.model import read_hf_model
 from arguments.rules.base import Rule, Settings, problem, reject
 from arguments.rules.declared import declared_problems, flags_without
@@ -163,15 +163,9 @@ def check_server_sglang(s: Settings) -> list[Problem]:
         if name in s.given:
             message = "has no effect: SGLang servers load snapshots from --server-dir; remove it"
             problems += problem(name, None, message)
-    if s.server.serve_images:
-        message = "not supported with --rollout-engine sglang; use local"
-        problems += problem("serve_images", None, message)
     if "max_sampler_engines" in s.given:
         message = "only valid with --rollout-engine local: SGLang servers hold one snapshot"
         problems += problem("max_sampler_engines", s.server.max_sampler_engines, message)
-    if "max_sampler_adapters" in s.given:
-        message = "only valid with --rollout-engine local: SGLang servers get merged weights"
-        problems += problem("max_sampler_adapters", s.server.max_sampler_adapters, message)
     if "rollout_local_batch_size" in s.given:
         message = "only valid with --rollout-engine local; use --sglang-server-concurrency"
         problems += problem("rollout_local_batch_size", s.rollout.rollout_local_batch_size, message)
@@ -180,20 +174,36 @@ def check_server_sglang(s: Settings) -> list[Problem]:
 
 def check_server_adapters(s: Settings) -> list[Problem]:
     """The sampler can hold clients' adapters beside the base model."""
+    served = s.lora.lora_sync == "adapter" and uses_sglang(s)
+    problems = []
+    if uses_sglang(s) and not served and "max_sampler_adapters" in s.given:
+        message = "has no effect without --lora-sync adapter; add it or remove this flag"
+        problems += problem("max_sampler_adapters", s.server.max_sampler_adapters, message)
+    if "max_adapter_rank" in s.given and not served:
+        message = "only valid with --rollout-engine sglang and --lora-sync adapter; remove it"
+        problems += problem("max_adapter_rank", s.server.max_adapter_rank, message)
     if s.lora.lora_sync != "adapter":
-        return []
-    if uses_sglang(s):
-        message = "requires --rollout-engine local; SGLang servers of the server get merged weights"
-        return problem("lora_sync", "adapter", message)
+        return problems
+    if served and s.sglang.rollout_num_gpus is None:
+        message = (
+            "requires SGLang servers that the server starts itself (--rollout-num-gpus): others "
+            "may hold other weights than the base model; add it, or use --lora-sync merged"
+        )
+        problems += problem("lora_sync", "adapter", message)
+    if served and str((s.sglang.sglang_server_flags or {}).get("dp_size", 1)) != "1":
+        message = "requires servers without data parallelism; remove --sglang-dp-size"
+        problems += problem("lora_sync", "adapter", message)
     if s.model.hf_checkpoint is None:
-        return []
+        return problems
     try:
         model = read_hf_model(s.model.hf_checkpoint)
     except ConfigError:  # reported where the model is read
-        return []
+        return problems
     reason = no_adapters(model.transformer)
     reasons = [reason] if reason else unserved_beside_base(s.model.hf_checkpoint, model)
-    return [p for words in reasons for p in problem("lora_sync", "adapter", words)]
+    if served and model.transformer.get("multi_latent_attention"):
+        reasons.append(f"servers apply no adapters to multi-latent attention{MERGED}")
+    return problems + [p for words in reasons for p in problem("lora_sync", "adapter", words)]
 
 
 def check_server_address(s: Settings) -> list[Problem]:

@@ -10,6 +10,7 @@ from arguments.hf.lora_modules import (
     MERGED,
     absent_modules,
     no_adapters,
+    padded_mlp,
     target_modules,
     unserved_beside_base,
 )
@@ -299,13 +300,10 @@ def _unserved_adapters(s: Settings, model: HfModel) -> list[str]:
             f"engines apply no adapters to experts ({', '.join(sorted(mlp))}): use "
             "--lora-target-modules attn, or --lora-sync merged"
         )
-    elif not s.machine.cuda and mlp and s.rollout.rollout_engine == "sglang":
-        size = model.transformer["ffn_hidden_size"]
-        if size % (32 * s.sglang.rollout_num_gpus_per_engine):
-            problems.append(
-                f"without a GPU SGLang pads an MLP of {size} units, and no adapter of it: use "
-                "--lora-target-modules attn, or --lora-sync merged"
-            )
+    elif mlp and s.rollout.rollout_engine == "sglang":
+        gpus = s.sglang.rollout_num_gpus_per_engine
+        if reason := padded_mlp(model, gpus, cuda=s.machine.cuda):
+            problems.append(f"{reason}: use --lora-target-modules attn, or --lora-sync merged")
     latent = model.transformer.get("multi_latent_attention")
     if on_servers and latent and modules.intersection((*ATTENTION, *LATENT_ATTENTION)):
         problems.append(f"servers apply no adapters to multi-latent attention{MERGED}")

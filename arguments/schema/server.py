@@ -88,6 +88,12 @@ class ServerConfig(CheckedSettings):
         "least recently used one makes room for the next.",
         legal=AT_LEAST_ONE,
     )
+    max_adapter_rank: int = arg(
+        32,
+        "Largest rank of an adapter that SGLang servers hold beside the base model (--lora-sync "
+        "adapter with --rollout-engine sglang); they reserve memory for it.",
+        legal=AT_LEAST_ONE,
+    )
     max_sequence_length: int | None = arg(
         None,
         "Longest sequence of a request, in tokens; default: the model's positions.",

@@ -138,7 +138,7 @@ class ServerRequests:
     ) -> GenerateOutput:
         avoid: set[str] = set()
         unknown = sampling.report_routed_experts or sampling.report_sampling_mask
-        unknown = unknown or self._pool.adapter is not None
+        unknown = unknown or self._pool.adapter is not None or bool(request.adapter)
         if unknown and self._pool.router is not None:
             # the router drops fields that it does not know, such as the request for routed experts,
             # and an adapter must not be lost
@@ -180,6 +180,8 @@ class ServerRequests:
         api = self._pool.api
         body = api.generation_body(request, sampling, rid, self._settings.images)
         limit = api.max_response_bytes(request, sampling, self._token_bytes(sampling))
+        if request.adapter:
+            body = api.with_adapter(body, request.adapter)
         with self._pool.current_adapter() as adapter:
             if adapter is not None:
                 oldest = adapter.version

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import uvicorn
 
-from arguments.hf.lora_modules import no_adapters
+from arguments.cuda import cuda_available
+from arguments.hf.lora_modules import no_adapters, padded_mlp
 from arguments.hf.model import read_hf_model
 from arguments.parse import SERVER, parse_or_exit
 from arguments.rules.server import valid_keys
@@ -55,13 +56,18 @@ TIED_UNEMBED = (
     "with --rollout-engine sglang for a model with tied embeddings: SGLang cannot load an untied "
     "output layer into it; set train_unembed=False, or serve with --rollout-engine local"
 )
+WITHOUT_MLP = "set train_mlp=False, or serve with --lora-sync merged"
 EXPERTS = (
-    "with --lora-sync adapter for a mixture of experts, to which engines apply no adapters: set "
-    "train_mlp=False, or serve with --lora-sync merged"
+    "with --lora-sync adapter for a mixture of experts, to which engines apply no adapters: "
+    f"{WITHOUT_MLP}"
 )
 NO_UNMERGED = (
-    "beside the base model (--lora-sync adapter), which --rollout-engine sglang does not sample "
-    "from; serve with --rollout-engine local, or save it again from the model's state"
+    "beside the base model, which SGLang servers are not started for: serve with --lora-sync "
+    "adapter, or save it again from the model's state"
+)
+NO_WHOLE = (
+    "SGLang servers keep the base model with --lora-sync adapter, and are not sampled from with "
+    "whole weights: train an adapter (rank above 0), or serve with --lora-sync merged"
 )
 DEFAULT_CONTEXT = 2**17  # for models without a context length in their config
 
@@ -76,16 +82,27 @@ def base_model_of(config: RunConfig) -> BaseModel:
     model_config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
     architecture = (model_config.get("architectures") or ["unknown"])[0]
     name = config.server.served_model_name or folder
-    core = read_hf_model(folder).transformer
+    model = read_hf_model(folder)
+    served = engine_traits(config.rollout.rollout_engine).has_servers
+    unmerged = config.lora.lora_sync == "adapter"
     unserved = {}
-    no_unmerged = ""
-    if engine_traits(config.rollout.rollout_engine).has_servers:
-        no_unmerged = NO_UNMERGED
-        if not config.gpt.untie_embeddings_and_output_weights:
-            unserved["train_unembed"] = TIED_UNEMBED
-    elif config.lora.lora_sync == "adapter" and core.get("num_moe_experts"):
+    if served and not unmerged and not config.gpt.untie_embeddings_and_output_weights:
+        unserved["train_unembed"] = TIED_UNEMBED
+    gpus = config.sglang.rollout_num_gpus_per_engine
+    if unmerged and model.transformer.get("num_moe_experts"):
         unserved["train_mlp"] = EXPERTS
-    return BaseModel(folder, name, architecture, unserved, no_unmerged, no_adapters(core))
+    elif unmerged and served and (why := padded_mlp(model, gpus, cuda=cuda_available())):
+        unserved["train_mlp"] = f"with --lora-sync adapter, since {why}: {WITHOUT_MLP}"
+    return BaseModel(
+        folder,
+        name,
+        architecture,
+        unserved,
+        max_rank=config.server.max_adapter_rank if unmerged and served else None,
+        no_unmerged=NO_UNMERGED if served and not unmerged else "",
+        no_whole=NO_WHOLE if served and unmerged else "",
+        no_adapters=no_adapters(model.transformer),
+    )
 
 
 def limits_of(config: RunConfig) -> DataLimits:

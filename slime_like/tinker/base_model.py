@@ -18,8 +18,10 @@ class BaseModel:
     arch: str  # its class
     # of adapters that samplers cannot serve: train_unembed or train_mlp -> why, and the remedy
     unserved: Mapping[str, str] = field(default_factory=dict)
-    # why samplers cannot serve an adapter beside the base model, and the remedy; "" if they can
+    max_rank: int | None = None  # of an adapter that samplers serve
+    # why samplers serve no adapter beside the base model, or no whole weights; "" if they do
     no_unmerged: str = ""
+    no_whole: str = ""
     no_adapters: str = ""  # why it has none
 
     def check_name(self, name: str) -> None:
@@ -55,6 +57,13 @@ def check_served(lora: Mapping[str, object] | None, role: str, base: BaseModel) 
     """Raise Refused for the adapter of a policy that samplers cannot serve."""
     if lora is None or role == "critic":
         return
+    rank = lora["rank"]
+    assert isinstance(rank, int)
+    if base.max_rank is not None and rank > base.max_rank:
+        raise Refused(
+            f"lora_config.rank {rank} is above {base.max_rank}, the largest that the SGLang "
+            "servers take (--max-adapter-rank)"
+        )
     for name, reason in base.unserved.items():
         if lora[name]:
             raise Refused(f"{name} is not supported {reason}")

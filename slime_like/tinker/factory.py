@@ -42,7 +42,7 @@ def make_sampler(
         )
     from slime_like.tinker.sglang_factory import make_sglang_sampler
 
-    return make_sglang_sampler(config, layout)
+    return make_sglang_sampler(config, layout, images)
 
 
 def make_model_host(

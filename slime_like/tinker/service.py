@@ -274,6 +274,8 @@ class Service:
             request["inflight"] = body.kind == "inflight"
         if body.path is not None and body.kind == "inflight":
             request["refusal"] = "kind='inflight' is for sampling sessions, a path names a snapshot"
+        if self.base.no_whole and self.registry.model(body.model_id, owner).lora is None:
+            request["refusal"] = self.base.no_whole
         op = "save" if body.path is not None else "snapshot"
         return self._of_model(op, body, owner, self._policies_only(body.model_id, request))
 
@@ -334,6 +336,8 @@ class Service:
                 adapter = checkpoint.adapter
                 if adapter and self.base.no_unmerged:
                     raise Refused(f"checkpoint {source} is an adapter {self.base.no_unmerged}")
+                if not adapter and self.base.no_whole:
+                    raise Refused(f"checkpoint {source} is a whole model: {self.base.no_whole}")
                 check_served(checkpoint.lora, checkpoint.role, self.base)
                 folder = checkpoint.folder
         except Refused as error:

@@ -2,32 +2,79 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
+import torch
+
+from arguments.hf.lora_modules import target_modules
+from arguments.hf.model import read_hf_model
 from arguments.run_config import RunConfig
 from slime_like.engines.serving_factory import request_settings, start_servers
 from slime_like.engines.sglang.engine import SglangEngine
-from slime_like.engines.sglang.factory import SglangKind
+from slime_like.engines.sglang.factory import AdapterNeeds, SglangKind, SglangProgram, left_out
+from slime_like.images.processor import ImageProcessor
 from slime_like.megatron.init import device_of_this_process
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.servers.server_pool import ServerPool
-from slime_like.tinker.sglang_sampler import SglangSampler, snapshot_transport, snapshot_updater
+from slime_like.tinker.sglang_adapters import KeptBaseTransport, ServedAdapters
+from slime_like.tinker.sglang_sampler import SglangSampler
+from slime_like.tinker.sglang_snapshots import (
+    SnapshotTransport,
+    snapshot_transport,
+    snapshot_updater,
+)
 from slime_like.weight_sync.updater import WeightUpdater
 
+ALL = ("all-linear", "unembed")
 
-def make_sglang_sampler(config: RunConfig, layout: ParallelLayout) -> SglangSampler:
-    """Start the servers and build the sampler. Collective; see `start_servers`."""
+
+class AdapterServers(SglangKind):
+    """Servers that take the adapters of every client up to --max-adapter-rank."""
+
+    def program(self, config: RunConfig, device: torch.device) -> SglangProgram:
+        model = read_hf_model(str(config.model.hf_checkpoint))
+        parts = ["attn", "unembed"] if model.transformer.get("num_moe_experts") else ALL
+        needs = AdapterNeeds(config.server.max_adapter_rank, target_modules(parts, model))
+        return replace(super().program(config, device), adapter=needs)
+
+
+def make_sglang_sampler(
+    config: RunConfig, layout: ParallelLayout, images: ImageProcessor | None = None
+) -> SglangSampler:
+    """Start the servers and build the sampler. images: of the base model. Collective; see
+    `start_servers`."""
     assert config.model.hf_checkpoint is not None
     model = config.model.hf_checkpoint
     root = Path(config.server.server_dir).resolve()
+    timeout_s = config.sglang.update_weight_timeout_s
+    unmerged = config.lora.lora_sync == "adapter"
+    transport = KeptBaseTransport if unmerged else SnapshotTransport
 
     def make_updater(pool: ServerPool) -> WeightUpdater:
-        return snapshot_updater(pool, model, root, config.sglang.update_weight_timeout_s)
+        return snapshot_updater(pool, model, root, timeout_s, transport)
 
     pool, updater, agent = start_servers(
-        SglangKind(), config, make_updater, device=device_of_this_process(), logs=root / "engines"
+        AdapterServers() if unmerged else SglangKind(),
+        config,
+        make_updater,
+        device=device_of_this_process(),
+        logs=root / "engines",
     )
-    settings = request_settings(config.sglang)
+    settings = replace(request_settings(config.sglang), images=images)
     check = config.sglang.check_weight_update_equal
-    engine = SglangEngine(pool, updater, settings, model, check_updates=check, agent=agent)
-    return SglangSampler(engine, snapshot_transport(updater), settings, model)
+    engine = SglangEngine(
+        pool,
+        updater,
+        settings,
+        model,
+        check_updates=check,
+        agent=agent,
+        left_out=left_out(config),
+        takes_adapter=unmerged,
+    )
+    adapters = None
+    if unmerged and pool is not None:
+        limit = config.server.max_sampler_adapters
+        adapters = ServedAdapters(pool, model, max_adapters=limit, timeout_s=timeout_s)
+    return SglangSampler(engine, snapshot_transport(updater), settings, model, adapters)

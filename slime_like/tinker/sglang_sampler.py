@@ -3,7 +3,8 @@ on request.
 
 Commands are executed one after another, so weights never change during a request. Concurrent
 requests wait in the dispatcher's queues, which batch those of the same snapshot. Snapshots are
-folders of --server-dir, which must have the same path on the servers.
+folders of --server-dir, which must have the same path on the servers. With --lora-sync adapter the
+servers keep the base model, and hold several snapshots at a time, which are adapters.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +26,13 @@ from slime_like.engines.sglang.engine import SglangEngine
 from slime_like.errors import RunError
 from slime_like.servers.http import CONTROL_S, RequestFailed, async_client, post_once, with_retries
 from slime_like.servers.requests import RequestSettings
-from slime_like.servers.server_pool import ServerPool, Worker
+from slime_like.servers.server_pool import ServerPool
 from slime_like.servers.weight_spec import checkpoint_shapes
 from slime_like.sglang.protocol import read_scores, scoring_body
 from slime_like.tinker.errors import Refused
 from slime_like.tinker.sampler import PromptSamples, SampleCommand, is_tied, plain_output, with_nan
-from slime_like.weight_sync.senders import SendingRanks
-from slime_like.weight_sync.settings import UpdateSettings
-from slime_like.weight_sync.transports.disk import DiskTransport
-from slime_like.weight_sync.updater import WeightUpdater
+from slime_like.tinker.sglang_adapters import ServedAdapters
+from slime_like.tinker.sglang_snapshots import SnapshotTransport
 
 ATTEMPTS = 3  # attempts to update the servers; every failed one costs a server
 NO_SEED = (
@@ -58,36 +57,9 @@ UNTIED = (
 )
 
 
-class SnapshotTransport(DiskTransport):
-    """Transport for weights that are already on disk. folder: source of the next update."""
-
-    folder = Path()
-
-    def stage(self, ranks: SendingRanks, version: int) -> None:
-        for _ in ranks.gathered():  # names and shapes, to compare with the base model
-            pass
-
-    def update(self, ranks: SendingRanks, version: int, workers: Sequence[Worker]) -> None:
-        self.load_everywhere(self.folder, version, workers)
-
-
-def snapshot_updater(pool: ServerPool, base: str, folder: Path, timeout_s: float) -> WeightUpdater:
-    """An updater that loads snapshots. base: the folder that the servers were started with."""
-    settings = UpdateSettings("disk", timeout_s=timeout_s, disk_dir=str(folder), keep_files=True)
-    return WeightUpdater(pool, settings, base, torch.device("cpu"), SnapshotTransport)
-
-
-def snapshot_transport(updater: WeightUpdater | None) -> SnapshotTransport | None:
-    """The transport of a `snapshot_updater`; None except on rank 0."""
-    if updater is None:
-        return None
-    assert isinstance(updater.transport, SnapshotTransport)
-    return updater.transport
-
-
 class SglangSampler:
-    """Counterpart of `SnapshotSampler` for SGLang servers, which rank 0 talks to. snapshots: the
-    engine's transport, on rank 0 only."""
+    """Counterpart of `SnapshotSampler` for SGLang servers, which rank 0 talks to. snapshots,
+    adapters: the engine's transport, and what holds adapters; on rank 0 only."""
 
     def __init__(
         self,
@@ -95,8 +67,11 @@ class SglangSampler:
         snapshots: SnapshotTransport | None,
         settings: RequestSettings,
         base: str,
+        adapters: ServedAdapters | None = None,
     ) -> None:
         """Collective. base: folder of the model that the servers were started with."""
+        self._base = base
+        self._adapters = adapters
         self._engine = engine
         self._snapshots = snapshots
         self._settings = settings
@@ -117,8 +92,10 @@ class SglangSampler:
             raise Refused(NO_MASK)
         if command.seeded and not self.deterministic:
             raise Refused(NO_SEED)
+        if self._engine.takes_adapter:
+            assert folder == self._base, "whole weights are refused when they are saved"
         self._load(folder)
-        return on_rank_zero(lambda: self._sample(command)) or []
+        return on_rank_zero(lambda: self._sample_with_adapters(command)) or []
 
     def close(self) -> None:
         self._engine.close()
@@ -145,7 +122,27 @@ class SglangSampler:
             f"the snapshot {folder} did not reach the SGLang servers in {ATTEMPTS} attempts"
         )
 
+    def _sample_with_adapters(self, command: SampleCommand) -> list[PromptSamples]:
+        """Make every server hold the command's adapters, then sample. A server that comes back
+        meanwhile lacks them: then once more."""
+        used = sorted(set(command.adapters) - {""})
+        if not used:
+            return self._sample(command)
+        assert self._adapters is not None, "adapters are exported for servers that take them"
+        for attempt in range(1, ATTEMPTS + 1):
+            names = {"": "", **self._adapters.hold(used)}
+            try:
+                return self._sample(
+                    replace(command, adapters=[names[folder] for folder in command.adapters])
+                )
+            except RunError:
+                self._adapters.forget()
+                if attempt == ATTEMPTS:
+                    raise
+        raise AssertionError("unreachable")
+
     def _sample(self, command: SampleCommand) -> list[PromptSamples]:
+        """command: with the names of adapters on the servers."""
         places = command.places
         outputs = self._engine.generate(command.requests(places), command.params)
         for output in outputs:
@@ -160,7 +157,7 @@ class SglangSampler:
         scores: list[bytes] | None = None
         if command.prompt_log_probs:
             try:
-                scored = asyncio.run(self._score_all(command.prompts))
+                scored = asyncio.run(self._score_all(command))
             except (RequestFailed, InvalidResponse) as failure:
                 raise RunError(str(failure)) from failure
             scores = [with_nan(each) for each in scored]
@@ -175,18 +172,21 @@ class SglangSampler:
             for i, count in enumerate(command.counts)
         ]
 
-    async def _score_all(self, prompts: Sequence[tuple[int, ...]]) -> list[tuple[float, ...]]:
+    async def _score_all(self, command: SampleCommand) -> list[tuple[float, ...]]:
         """For each prompt the log-probs of all tokens except the first, at temperature 1."""
         slots = asyncio.Semaphore(self._settings.concurrency)
         async with async_client(self._settings.concurrency) as client:
 
-            async def one(prompt: tuple[int, ...]) -> tuple[float, ...]:
+            async def one(index: int) -> tuple[float, ...]:
                 async with slots:
-                    return await self._score(client, prompt)
+                    prompt = command.prompts[index]
+                    return await self._score(client, prompt, command.adapter(index))
 
-            return list(await asyncio.gather(*(one(prompt) for prompt in prompts)))
+            return list(await asyncio.gather(*map(one, range(len(command.prompts)))))
 
-    async def _score(self, client: httpx.AsyncClient, prompt: tuple[int, ...]) -> tuple[float, ...]:
+    async def _score(
+        self, client: httpx.AsyncClient, prompt: tuple[int, ...], adapter: str
+    ) -> tuple[float, ...]:
         first = next(self._numbers)
 
         async def attempt(number: int) -> tuple[float, ...]:
@@ -198,6 +198,8 @@ class SglangSampler:
             url = ready[(first + number) % len(ready)].url
             rid = f"prompt-{first}-{number}-{self._version}"
             body = scoring_body(prompt, rid)
+            if adapter:
+                body = self._engine.pool.api.with_adapter(body, adapter)
             deadlines = self._settings.deadlines
             response = await post_once(client, f"{url}/generate", body, deadlines)
             return read_scores(response, prompt, rid)

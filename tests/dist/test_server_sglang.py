@@ -16,11 +16,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from arguments.hf.peft_adapter import adapter_config
 from arguments.parse import SERVER, parse_args
+from scripts.make_tiny_model import make_tiny_model
 from slime_like.engines.base import GenerateRequest, SamplingParams
 from slime_like.engines.local.engine import LocalEngine
 from slime_like.engines.sglang.engine import SglangEngine
 from slime_like.errors import RunError
+from slime_like.images.encoded import EncodedImage
+from slime_like.megatron.lora.peft import BASE_DIGEST
 from slime_like.servers.http import Deadlines, Retries
 from slime_like.servers.requests import RequestSettings
 from slime_like.servers.server_pool import HealthSettings, ServerPool
@@ -28,9 +32,24 @@ from slime_like.sglang.api import SglangApi
 from slime_like.tinker.errors import Refused
 from slime_like.tinker.factory import make_model_host
 from slime_like.tinker.sampler import SampleCommand, seed_of
-from slime_like.tinker.sglang_sampler import SglangSampler, snapshot_transport, snapshot_updater
-from tests.fake_sglang import FakeServer, changed, fake_servers, make_served_model, status
+from slime_like.tinker.sglang_adapters import KeptBaseTransport, ServedAdapters
+from slime_like.tinker.sglang_sampler import SglangSampler
+from slime_like.tinker.sglang_snapshots import (
+    SnapshotTransport,
+    snapshot_transport,
+    snapshot_updater,
+)
+from slime_like.weights.safetensors_reader import weights_digest
+from tests.fake_sglang import (
+    FakeServer,
+    changed,
+    fake_servers,
+    make_served_model,
+    status,
+    weights_of,
+)
 from tests.quantized_models import fp8_config, fp8_matrix, write_model
+from tests.vision import picture
 
 pytestmark = pytest.mark.extended
 
@@ -53,7 +72,10 @@ def snapshots(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [make_served_model(root / str(number), seed=number) for number in range(3)]
 
 
-def sampler_of(base: str, servers: list[FakeServer]) -> SglangSampler:
+def sampler_of(
+    base: str, servers: list[FakeServer], max_adapters: int | None = None
+) -> SglangSampler:
+    """max_adapters: servers keep the base model, and hold as many adapters; None: whole weights."""
     pool = ServerPool(
         [s.url for s in servers],
         [],
@@ -63,13 +85,20 @@ def sampler_of(base: str, servers: list[FakeServer]) -> SglangSampler:
         api=SglangApi(),
     )
     pool.start()
-    updater = snapshot_updater(pool, base, Path(base), 5.0)
-    settings = RequestSettings(Deadlines(5.0, 10.0, 10.0), Retries(2, 0.01, 0.02), 64)
+    unmerged = max_adapters is not None
+    transport = KeptBaseTransport if unmerged else SnapshotTransport
+    updater = snapshot_updater(pool, base, Path(base), 5.0, transport)
+    adapters = None
+    if max_adapters is not None:
+        adapters = ServedAdapters(pool, base, max_adapters=max_adapters, timeout_s=5.0)
+    limits = Deadlines(5.0, 10.0, 10.0), Retries(2, 0.01, 0.02)
+    settings = RequestSettings(*limits, 64, servers[0].images)
     return SglangSampler(
-        SglangEngine(pool, updater, settings, base, check_updates=False),
+        SglangEngine(pool, updater, settings, base, check_updates=False, takes_adapter=unmerged),
         snapshot_transport(updater),
         settings,
         base,
+        adapters,
     )
 
 
@@ -95,13 +124,14 @@ def ask(sampler: SglangSampler, folder: str, **changes: Any) -> list[dict[str, A
     return sampler.sample(folder, SampleCommand.from_plain(**{**request, **changes}))
 
 
-def assert_of(answers: list[dict[str, Any]], folder: str) -> None:
+def assert_of(answers: list[dict[str, Any]], folder: str, first: int = 0) -> None:
     """They are what the weights in the folder give: tokens, log-probs, ends, and log-probs of the
-    prompts."""
+    prompts. first: the prompt of the first answer."""
     engine = LocalEngine(folder, None)
     engine.update_weights(iter(load_file(Path(folder) / "model.safetensors").items()), 1)
     params = SamplingParams(**{**SAMPLING, "stop": (), "stop_token_ids": (4,)})
-    for prompt, count, seed, answer in zip(PROMPTS, (2, 1), (5, 6), answers, strict=True):
+    asked = list(zip(PROMPTS, (2, 1), (5, 6), strict=True))[first : first + len(answers)]
+    for (prompt, count, seed), answer in zip(asked, answers, strict=True):
         outputs = engine.generate(
             [GenerateRequest(j, prompt, seed_of(seed, j)) for j in range(count)], params
         )
@@ -125,6 +155,125 @@ def test_every_snapshot_answers_for_itself(pair: SimpleNamespace, snapshots: lis
         body["model_path"] for path, body in pair.server.seen if path == "/update_weights_from_disk"
     ]
     assert loaded == [snapshots[i] for i in (0, 1, 2, 1)]
+
+
+def export(base: str, folder: Path, seed: int) -> str:
+    """An adapter as a snapshot has it; its folder."""
+    hidden, ffn = 32, 48
+    generator = torch.Generator().manual_seed(seed)
+    layer = "base_model.model.model.layers.0.mlp.down_proj"
+    factors = {
+        f"{layer}.lora_A.weight": torch.randn(2, ffn, generator=generator),
+        f"{layer}.lora_B.weight": torch.randn(hidden, 2, generator=generator),
+    }
+    folder.mkdir()
+    metadata = {"format": "pt", BASE_DIGEST: weights_digest(base)}
+    save_file(factors, folder / "adapter_model.safetensors", metadata)
+    config = adapter_config(rank=2, alpha=32.0, modules=["down_proj"], base_model=base)
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def merged(base: str, adapter: str, folder: Path) -> str:
+    """The whole model."""
+    shutil.copytree(base, folder)
+    factors = load_file(Path(adapter) / "adapter_model.safetensors")
+    a, b = (
+        factors[f"base_model.model.model.layers.0.mlp.down_proj.lora_{half}.weight"]
+        for half in "AB"
+    )
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.0.mlp.down_proj.weight"] += 16 * b @ a
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return str(folder)
+
+
+@pytest.fixture
+def unmerged(snapshots: list[str], alone: Any) -> Iterator[SimpleNamespace]:
+    """A sampler of two servers that keep the base model and hold two adapters."""
+    with fake_servers(snapshots[0], 2) as servers:
+        for server in servers:  # as those that are started with the model
+            server.engine.update_weights(weights_of(snapshots[0]), 1)
+        sampler = sampler_of(snapshots[0], servers, max_adapters=2)
+        yield SimpleNamespace(sampler=sampler, servers=servers, base=snapshots[0])
+        sampler.close()
+
+
+def calls(server: FakeServer, path: str) -> list[Any]:
+    return [body for seen, body in server.seen if seen == path]
+
+
+def test_adapters_of_several_sessions_in_one_command(
+    unmerged: SimpleNamespace, tmp_path: Path
+) -> None:
+    """Each prompt has its own, or the base model; servers load each once, and keep their weights."""
+    base = unmerged.base
+    adapters = [export(base, tmp_path / name, seed) for seed, name in enumerate("abc")]
+    whole = [base, *(merged(base, a, tmp_path / f"whole{i}") for i, a in enumerate(adapters))]
+    for used in ([1, 2], [0, 1], [0, 0], [3, 0], [1, 3]):
+        folders = [adapters[i - 1] if i else "" for i in used]
+        answers = ask(unmerged.sampler, base, adapters=folders)
+        for i, place in enumerate(used):
+            assert_of([answers[i]], whole[place], first=i)
+    for server in unmerged.servers:
+        loaded = [Path(body["lora_path"]).name for body in calls(server, "/load_lora_adapter")]
+        assert loaded == ["a", "b", "c"], "the second made room, the first was used meanwhile"
+        assert len(calls(server, "/unload_lora_adapter")) == 1 and len(server.adapters) == 2
+        assert calls(server, "/update_weights_from_disk") == []
+
+
+def test_a_server_that_lost_its_adapters_gets_them_again(
+    unmerged: SimpleNamespace, tmp_path: Path
+) -> None:
+    """Nobody noticed its restart; and a command whose adapter is gone is the client's error."""
+    base = unmerged.base
+    adapter = export(base, tmp_path / "a", 1)
+    first = ask(unmerged.sampler, base, adapters=[adapter, ""])
+    for server in unmerged.servers:
+        server.adapters.clear()
+    assert ask(unmerged.sampler, base, adapters=[adapter, ""]) == first
+    with pytest.raises(ValueError, match=r"the snapshot .*none is gone"):
+        ask(unmerged.sampler, base, adapters=[str(tmp_path / "none"), ""])
+    assert ask(unmerged.sampler, base, adapters=[adapter, ""]) == first
+
+
+def test_images_of_prompts(alone: Any, tmp_path: Path) -> None:
+    """The server makes its own pixels of the files, and answers what the local engine does."""
+    make_tiny_model("Qwen3-VL", tmp_path / "model", images=True)
+    base = str(tmp_path / "model")
+    files = [EncodedImage(picture(0, 16, 24)), EncodedImage(picture(1, 37, 50, "JPEG"))]
+    with fake_servers(base, 1) as (server,):
+        assert server.images is not None
+        tokens = [
+            server.images.expand(
+                [7, server.images.rule.image_token, 9 + i], server.images.token_counts([file])
+            )
+            for i, file in enumerate(files)
+        ]
+        sampler = sampler_of(base, [server])
+        command = SampleCommand.from_plain(
+            {**SAMPLING, "top_p": 1.0, "top_k": -1, "temperature": 0.0},
+            [np.array(prompt, "<i4").tobytes() for prompt in tokens],
+            counts=[1, 1],
+            seeds=[1, 2],
+            images=[[file.data] for file in files],
+        )
+        answers = sampler.sample(base, command)
+        sampler.close()
+        engine = LocalEngine(base, None, images=server.images)
+    engine.update_weights(iter(load_file(Path(base) / "model.safetensors").items()), 1)
+    requests = [
+        GenerateRequest(i, tuple(prompt), 0, (file,))
+        for i, (prompt, file) in enumerate(zip(tokens, files, strict=True))
+    ]
+    for output, answer in zip(engine.generate(requests, command.params), answers, strict=True):
+        (sequence,) = answer["sequences"]
+        assert np.frombuffer(sequence["tokens"], "<i4").tolist() == list(output.tokens)
+        assert np.frombuffer(sequence["log_probs"], "<f4") == pytest.approx(
+            np.array(output.log_probs), abs=1e-5
+        )
+    bodies = calls(server, "/generate")
+    assert len(bodies) == 2 and all(len(body["image_data"]) == 1 for body in bodies)
 
 
 def test_seeds_that_would_not_count_are_refused(snapshots: list[str], alone: Any) -> None:

@@ -55,6 +55,14 @@ def test_an_output_layer_that_samplers_cannot_take() -> None:
     check_served(None, "policy", SGLANG)
 
 
+def test_ranks_that_servers_do_not_take() -> None:
+    base = BaseModel("folder", "name", "Qwen3ForCausalLM", max_rank=16)
+    with pytest.raises(Refused, match="rank 32 is above 16, the largest"):
+        adapter_of(LoraConfig(rank=32), "policy", base)
+    assert adapter_of(LoraConfig(rank=16), "policy", base) is not None
+    assert adapter_of(LoraConfig(rank=32), "critic", base) is not None
+
+
 def test_experts_that_engines_cannot_adapt() -> None:
     with pytest.raises(Refused, match="train_mlp is not supported with --lora-sync adapter"):
         adapter_of(LoraConfig(rank=32), "policy", UNMERGED)

@@ -4,12 +4,14 @@ it is, and whose answer."""
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from slime_like.tinker.base_model import BaseModel
 from slime_like.tinker.errors import Refused
 from tests.api_in_process import Api, workers
 
@@ -169,11 +171,18 @@ def test_a_checkpoint_remembers_how_it_was_saved(unmerged: Api) -> None:
     ask_first = ask(unmerged, sampler)
     assert answer(unmerged, ask_first) is None
     assert unmerged.service.registry.samplers[sampler].adapter
-    unmerged.service.base = type(unmerged.service.base)("/m", "m", "Arch", no_unmerged="which X")
-    refused = unmerged.send(
-        "create_sampling_session",
-        b'{"session_id": "%s", "sampling_session_seq_id": 6, "model_path": "%s"}'
-        % (unmerged.session.encode(), paths[0].encode()),
-        {},
-    )
+    unmerged.service.base = BaseModel("/m", "m", "Arch", no_unmerged="which X")
+    body = {"session_id": unmerged.session, "sampling_session_seq_id": 6, "model_path": paths[0]}
+    refused = unmerged.send("create_sampling_session", json.dumps(body).encode(), {})
     assert refused.status_code == 422 and "is an adapter which X" in refused.text
+
+
+def test_whole_weights_that_servers_do_not_take(unmerged: Api) -> None:
+    """Refused where they would be saved for sampling; saved as a model of its own they are."""
+    unmerged.service.base = BaseModel("/m", "m", "Arch", no_whole="train an adapter")
+    body = {"model_id": unmerged.model, "seq_id": 1, "path": "end"}
+    refused = unmerged.post("retrieve_future", unmerged.post("save_weights_for_sampler", body))
+    assert refused == {"error": "train an adapter", "category": "user"}
+    body = {"model_id": unmerged.model, "seq_id": 2, "path": "end"}
+    saved = unmerged.post("retrieve_future", unmerged.post("save_weights_external", body))
+    assert saved["path"].endswith("end")

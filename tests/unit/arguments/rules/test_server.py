@@ -56,9 +56,11 @@ CASES = [
     ("check_declared_rules_of_server", "--sequence-parallel", "--sequence-parallel",
      "without --tensor-model-parallel-size above 1"),
     ("check_server_adapters", f"--lora-sync adapter {SGLANG}", "--lora-sync",
-     "requires --rollout-engine local"),
-    ("check_server_sglang", f"--max-sampler-adapters 2 {SGLANG}", "--max-sampler-adapters",
-     "only valid with --rollout-engine local"),
+     "requires SGLang servers that the server starts itself (--rollout-num-gpus)"),
+    ("check_server_adapters", f"--max-sampler-adapters 2 {SGLANG}", "--max-sampler-adapters",
+     "has no effect without --lora-sync adapter"),
+    ("check_server_adapters", "--max-adapter-rank 8 --lora-sync adapter", "--max-adapter-rank",
+     "only valid with --rollout-engine sglang"),
     ("check_server_dir", "--server-dir {folder}/bad", "--server-dir", "is a file"),
 ]  # fmt: skip
 
@@ -135,12 +137,12 @@ def test_rules_with_settings_of_the_trainer_are_left_out() -> None:
     assert flags["use_precision_aware_optimizer"].needs != ()
 
 
-def test_images_need_a_tower_and_the_local_engine(folder: Path) -> None:
+def test_images_need_a_tower(folder: Path) -> None:
     """The messages name the flag that asked for them."""
     flags = ["--hf-checkpoint", str(folder / "hf"), "--serve-images"]
     with pytest.raises(ConfigError) as alone:
         parse_args(flags, 1, SERVER)
     (found,) = alone.value.problems
     assert found.flag == "--serve-images" and "or remove --serve-images" in str(found)
-    with pytest.raises(ConfigError, match="not supported with --rollout-engine sglang"):
+    with pytest.raises(ConfigError, match="or remove --serve-images"):
         parse_args([*flags, *SGLANG.split()], 1, SERVER)
