@@ -43,3 +43,20 @@ def test_measured_figures_are_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     program.take_figures(tmp_path / "out.json")
     line = next(x for x in program.table(program.load(), "en").splitlines() if "`LlamaFor" in x)
     assert line.startswith("| `LlamaForCausalLM` | 3e-7 | 1e-6 | 5e-16 | 2e-15 | 0 | 6e-15 |")
+
+
+def test_the_text_follows_the_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest figures are those of the table, and the support pages count the architectures;
+    an architecture without figures says so, and a case without any has no row."""
+    rows = program.load()
+    rows["LlamaForCausalLM"]["figures"]["gradients fp32"] = 0.5
+    assert "measured: at most 2e-6 and 5e-1, " in program.models_page(rows, "en")[1]
+    assert "与 5e-1、" in program.models_page(rows, "zh")[1]
+    del rows["LlamaForCausalLM"]["figures"], rows["YaRN"]["figures"]
+    table = program.table(rows, "en")
+    assert "| `LlamaForCausalLM` | not measured | not measured |" in table
+    assert "| YaRN |" not in table
+    count = len(model_families.names())
+    monkeypatch.setattr(program.model_families, "names", lambda: ["one"] * (count + 1))
+    assert f"[{count + 1} architectures](models.md)" in program.support_page("en")[1]
+    assert f"[{count + 1} 种架构](models.md)" in program.support_page("zh")[1]
