@@ -12,6 +12,7 @@ from arguments import schema
 from arguments.flags import Flag, flags_of, normalise
 from arguments.megatron import megatron_flags
 from arguments.schema.megatron import MegatronSpellings
+from arguments.translate.hydra import KEYS
 from arguments.translate.names import (
     ALIASES,
     ESTIMATORS_THAT_ARE_LOSSES,
@@ -218,6 +219,8 @@ class FlagTable:
     def _known_elsewhere(self, name: str) -> str | None:
         """The flag for a name in verl, TRL or OpenRLHF: by its last words, or by its last part if
         that is a flag here."""
+        if (key := KEYS.get(name.removeprefix("--"))) is not None:
+            return key.flag
         *sections, last = name.removeprefix("--").split(".")
         last = normalise(f"--{last}")
         words = normalise(name).removeprefix("--").split("-")

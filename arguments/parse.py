@@ -36,6 +36,7 @@ from arguments.run_file import read_run_file
 from arguments.schema import PreflightConfig
 from arguments.surroundings import require_surroundings
 from arguments.teacher import build_teacher
+from arguments.translate.hydra import translate_hydra
 from arguments.translate.settings import planned_world_size, translate_settings
 from arguments.values import ParsedArgs, merge
 from slime_like.config import ConfigError, Problem
@@ -95,9 +96,11 @@ def parse_args(argv: Sequence[str], world_size: int, program: Program = TRAIN) -
 
 
 def translate(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """A command line of train.py in our own flags, its run file included, and warnings about what
-    is read in another way than it was written. Rules are not checked. Raises as `parse_args`."""
-    parsed, table = _read_command_line(argv, TRAIN)
+    """A command line of train.py or another program in our own flags, its run file included, and notes
+    about what is read in another way than it was written, or left out (see `translate_hydra`).
+    Rules are not checked. Raises as `parse_args`."""
+    words, left_out = translate_hydra(argv, flag_table().spellings)
+    parsed, table = _read_command_line(words, TRAIN)
     if parsed.problems:
         raise ConfigError(_deduplicated(parsed.problems, table))
     parsed.values.pop("config", None)
@@ -105,7 +108,7 @@ def translate(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         value = parsed.custom.get(flag.dest)
         if flag.group == CUSTOM_GROUP and value != flag.default:
             parsed.values[flag.dest] = value
-    return as_words(parsed, table), parsed.warnings
+    return as_words(parsed, table), [*left_out, *parsed.warnings]
 
 
 def make_config(

@@ -2,9 +2,10 @@
 # GRPO advantages with the SAPO loss on GSM8K, one process on one GPU. A test checks the command line, but it has not
 # been run on a GPU: treat batch sizes and learning rate as a starting point.
 #
-#   MODEL=models/Qwen3-0.6B TRAIN=gsm8k/train.parquet TEST=gsm8k/test.parquet bash scripts/run_one_gpu.sh [more flags of train.py]
+#   MODEL=models/Qwen3-0.6B TRAIN=data/gsm8k/train.jsonl TEST=data/gsm8k/test.jsonl bash scripts/run_one_gpu.sh [more flags of train.py]
 #
-# MODEL: folder of a Hugging Face model. TRAIN, TEST: Parquet or JSONL files with the fields question and answer, as GSM8K has them.
+# MODEL: folder of a Hugging Face model. TRAIN, TEST: Parquet or JSONL files with the fields question and answer, as GSM8K has them;
+# docs/en/data_and_rewards.md says how to get it.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-.venv/bin/python}

@@ -4,7 +4,7 @@
 # Without variables a recipe trains the demo's tiny model on the CPU; the first call fine-tunes it (a minute). With these
 # it trains your model on one GPU, on files with GSM8K's fields question and answer (not run on a GPU yet):
 #
-#   MODEL=models/Qwen3-0.6B TRAIN=gsm8k/train.parquet TEST=gsm8k/test.parquet bash scripts/examples/grpo.sh [more flags of train.py]
+#   MODEL=models/Qwen3-0.6B TRAIN=data/gsm8k/train.jsonl TEST=data/gsm8k/test.jsonl bash scripts/examples/grpo.sh [more flags of train.py]
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 PYTHON=${PYTHON:-.venv/bin/python}

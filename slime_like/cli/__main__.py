@@ -47,7 +47,7 @@ COMMANDS: Mapping[str, Command] = {
         runs=True,
     ),
     "translate": Command(
-        "slime_like.cli.translate", "print a command line of slime, SkyRL or Hydra in our own flags"
+        "slime_like.cli.translate", "print a command line of slime, SkyRL or verl in our own flags"
     ),
     "new": Command("slime_like.cli.new", "create a project: data, reward or tool, settings"),
     "report": Command(

@@ -1,7 +1,8 @@
-"""Print a command line that was written for slime, SkyRL or Hydra in this project's own flags.
+"""Print a command line that was written for slime, SkyRL or verl in this project's own flags.
 
-slime-like translate ARGUMENTS prints it, with the settings of its run file. Rules between settings
-are not checked: `slime-like preflight` does.
+slime-like translate ARGUMENTS prints it, with the settings of its run file; the program before them
+(python3 -m verl.trainer.main_ppo) may stay. Keys without a counterpart are listed on stderr, and
+the exit status is then 1. Rules between settings are not checked: `slime-like preflight` does.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import shlex
 import sys
 
 from arguments.parse import CONFIG_EXIT_STATUS, complete_shell, translate
+from arguments.translate.hydra import NOT_TRANSLATED
 from slime_like.config import ConfigError
 
 
@@ -32,7 +34,7 @@ def main() -> int:
             lines.append([])
         lines[-1].append(shlex.quote(word))
     print(" \\\n".join(map(" ".join, lines)))
-    return 0
+    return int(any(note.startswith(NOT_TRANSLATED) for note in notes))
 
 
 if __name__ == "__main__":

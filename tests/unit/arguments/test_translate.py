@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from pathlib import Path
 
 import pytest
 
+from arguments.flag_registry import flag_table
 from arguments.flags import normalise
 from arguments.parse import parse_args, translate
+from arguments.translate import hydra
 from arguments.translate.names import ALIASES, IGNORED, NEGATED_ALIASES, NO_EFFECT, PRESETS
 from scripts.generate_slime_table import REFUSED
 from slime_like.cli import translate as command
@@ -99,3 +102,88 @@ def test_parser_and_parse_know_no_other_framework() -> None:
         texts = [n.value for n in ast.walk(tree) if isinstance(n, ast.Constant)]
         words = {word for text in texts if isinstance(text, str) for word in text.lower().split()}
         assert words.isdisjoint(names), module
+
+
+VERL = """python3 -m verl.trainer.main_ppo algorithm.adv_estimator=gae data.train_files=train.parquet
+    data.val_files=['a.parquet','b.parquet'] actor_rollout_ref.model.path=Qwen/Qwen3-0.6B
+    actor_rollout_ref.rollout.n=5 actor_rollout_ref.actor.optim.lr=1e-6
+    algorithm.norm_adv_by_std_in_grpo=False actor_rollout_ref.actor.loss_agg_mode=token-mean
+    actor_rollout_ref.actor.use_kl_loss=True trainer.logger=['console','wandb'] trainer.test_freq=-1
+    custom_reward_function.path=score.py custom_reward_function.name=mark"""
+SKYRL = """uv run --isolated --extra vllm -m skyrl.train.entrypoints.main_base
+    trainer.policy.model.path=Qwen/Qwen3-0.6B data.train_data=['train.parquet']
+    trainer.algorithm.eps_clip_low=0.1 trainer.policy.megatron_config.tensor_model_parallel_size=2
+    generator.sampling_params.max_generate_length=1024 trainer.logger=null"""
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        (VERL, "--advantage-estimator ppo --prompt-data train.parquet --eval-prompt-data val1 a.parquet "
+               "val2 b.parquet --hf-checkpoint Qwen/Qwen3-0.6B --n-samples-per-prompt 5 --lr 1e-06 "
+               "--disable-grpo-std-normalization --loss-reduction token_mean --use-kl-loss --tracker wandb "
+               "--custom-rm-path score.py:mark"),
+        (SKYRL, "--hf-checkpoint Qwen/Qwen3-0.6B --prompt-data train.parquet --eps-clip 0.1 "
+                "--tensor-model-parallel-size 2 --rollout-max-response-len 1024"),
+        ("python3 train.py --lr 0.5", "--lr 0.5"),
+    ],
+)  # fmt: skip
+def test_whole_lines_of_verl_and_skyrl(theirs: str, ours: str) -> None:
+    words, notes = translate(theirs.split())
+    assert words == ours.split()
+    assert not [note for note in notes if note.startswith(hydra.NOT_TRANSLATED)]
+
+
+def test_keys_without_a_counterpart_are_listed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs = (
+        "actor_rollout_ref.actor.ppo_mini_batch_size=64 trainer.nnodes=2 data.train_files=[a,b] "
+        "algorithm.kl_ctrl.kl_coef=0.1 data.train_batch_size=8 --label-key data.x=1"
+    )
+    monkeypatch.setattr(sys, "argv", ["x", *theirs.split()])
+    assert command.main() == 1
+    output = capsys.readouterr()
+    assert output.out == "--rollout-batch-size 8 \\\n--label-key data.x=1\n"
+    assert output.err.splitlines() == [
+        "note: not translated: actor_rollout_ref.actor.ppo_mini_batch_size=64; see "
+        "--global-batch-size in samples, or --num-steps-per-rollout",
+        "note: not translated: trainer.nnodes=2",
+        "note: not translated: data.train_files=[a,b]: --prompt-data takes one value",
+        "note: not translated: algorithm.kl_ctrl.kl_coef=0.1: verl uses it with use_kl_in_reward only",
+    ]
+
+
+# columns of their data, and switches that need another setting
+ELSEWHERE = ("reward_model.ground_truth", "algorithm.use_kl_in_reward", "ppo_epochs", "resume_mode")
+
+
+@pytest.mark.parametrize("language", ["en", "zh"])
+def test_the_page_and_the_code_have_the_same_keys(language: str) -> None:
+    """Each key of the tables of SkyRL and verl is translated, or known to mean more than a name;
+    each key that is translated is in a row with its flag."""
+    page = (ARGUMENTS.parent / f"docs/{language}/coming_from_others.md").read_text("utf-8")
+    tables = page.partition("\n## SkyRL")[2].partition("\n## TRL")[0]
+    rows = [line.split(" | ", 1) for line in tables.splitlines() if line.startswith("| ")]
+    known = {*hydra.KEYS, *hydra.OTHER_MEANING, hydra.REWARD_FILE, hydra.REWARD_NAME}
+    rows_alone = ("trainer.algorithm.", "custom_reward_function", *hydra.OTHER_MEANING)
+    found = []
+    for theirs, ours in rows:
+        named = re.findall("`([^`]+)`", theirs)
+        if "." not in theirs or named[0].startswith(rows_alone):
+            continue  # by SkyRL's prefix, or described by the row as a whole
+        for name in named:
+            keys = [key for key in known if key == name or key.endswith(f".{name}")]
+            assert keys or name in ELSEWHERE, f"{name} is in the page and not in the code"
+            flags = [hydra.KEYS[key].flag for key in keys if key in hydra.KEYS]
+            assert not flags or any(flag in ours for flag in flags), f"{name}: {flags}, {ours}"
+            found += keys
+    unnamed = {key for key in hydra.KEYS if key not in found and "megatron" not in key}
+    assert not unnamed, "translated, and not in the page"
+
+
+def test_every_translated_key_is_a_flag_and_hinted_by_train(tmp_path: Path) -> None:
+    table = flag_table()
+    for name, key in hydra.KEYS.items():
+        assert not table.spellings[key.flag].flag.rejection
+        assert table.nearest(name) == key.flag
