@@ -96,9 +96,9 @@ def parse_args(argv: Sequence[str], world_size: int, program: Program = TRAIN) -
 
 
 def translate(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """A command line of train.py or another program in our own flags, its run file included, and notes
-    about what is read in another way than it was written, or left out (see `translate_hydra`).
-    Rules are not checked. Raises as `parse_args`."""
+    """A command line of train.py or of another program in our own flags, its run file included, and
+    notes about what is read in another way than it was written, or left out. Rules are not
+    checked. Raises as `parse_args`."""
     words, left_out = translate_hydra(argv, flag_table().spellings)
     parsed, table = _read_command_line(words, TRAIN)
     if parsed.problems:

@@ -186,7 +186,7 @@ def translate_hydra(argv: Sequence[str], spellings: Container[str]) -> tuple[lis
 
 
 def _without_program(argv: Sequence[str]) -> list[str]:
-    """Without ``python3 -m verl.trainer.main_ppo``, ``uv run ... -m skyrl...``, ``python x.py``."""
+    """Without ``python3 -m verl.trainer.main_ppo``, ``uv run ... -m skyrl...`` or a script."""
     for index, word in enumerate(argv):
         if index and argv[index - 1] == "-m" and _MODULE.fullmatch(word):
             return list(argv[index + 1 :])

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -51,3 +52,18 @@ def test_the_first_runs_are_those_of_the_page(
     assert (tmp_path / "my_rewards.py").is_file() and (tmp_path / "make_my_data.py").is_file()
     figures = docs_pictures.figures(runs["first_task"])
     assert figures == "0.25 -> 0.50, 0.12 truncated at the end"
+
+
+def test_the_first_page_has_the_figures_of_first_runs() -> None:
+    """README shows the pictures that the table of First runs describes."""
+    rows = re.findall(
+        r"^\| [a-z][^|]* \| (\d\.\d\d -> \d\.\d\d) \| \d\.\d\d \| (\d+) \|$",
+        (ROOT / "docs/en/first_runs.md").read_text(encoding="utf-8"),
+        re.MULTILINE,
+    )
+    assert len(rows) == 3
+    english = (ROOT / "README.md").read_text(encoding="utf-8")
+    chinese = (ROOT / "README_zh.md").read_text(encoding="utf-8")
+    for rewards, seconds in rows:
+        assert f"{rewards} in {seconds} s:" in english
+        assert f"{rewards}，{seconds} 秒：" in chinese
