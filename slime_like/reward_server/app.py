@@ -7,11 +7,13 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
 from slime_like.errors import RunError
-from slime_like.reward_server.model import BadText, Batches, RewardModel
+from slime_like.reward_server.model import BadText, Batches, NoScore, RewardModel
+
+CLIENT_CLOSED_REQUEST = 499  # nginx's; nobody reads it
 
 
 def make_app(model: RewardModel, tokens: int) -> FastAPI:
@@ -40,12 +42,21 @@ def make_app(model: RewardModel, tokens: int) -> FastAPI:
         given = (await _body(request)).get("input_ids")
         rows = given if isinstance(given, list) and given and isinstance(given[0], list) else None
         texts = [model.check(each) for each in ([given] if rows is None else rows)]
-        scores = await asyncio.gather(*map(batches[0].score, texts))
-        answers = [{"embedding": [score]} for score in scores]
+        scoring = asyncio.gather(*map(batches[0].score, texts))
+        leaving = asyncio.create_task(_left(request))
+        try:
+            await asyncio.wait([scoring, leaving], return_when=asyncio.FIRST_COMPLETED)
+            if not scoring.done():  # nobody waits for it
+                return Response(status_code=CLIENT_CLOSED_REQUEST)
+            answers = [{"embedding": [score]} for score in scoring.result()]
+        finally:
+            scoring.cancel()
+            leaving.cancel()
         return answers[0] if rows is None else answers
 
     async def refuse(request: Request, error: Exception) -> JSONResponse:
-        return JSONResponse({"error": str(error)}, 400 if isinstance(error, BadText) else 500)
+        final = isinstance(error, BadText | NoScore)
+        return JSONResponse({"error": str(error)}, 400 if final else 500)
 
     app.add_api_route("/health", health)
     app.add_api_route("/tokenize", tokenize, methods=["POST"], response_model=None)
@@ -53,6 +64,12 @@ def make_app(model: RewardModel, tokens: int) -> FastAPI:
     app.add_exception_handler(BadText, refuse)
     app.add_exception_handler(RunError, refuse)
     return app
+
+
+async def _left(request: Request) -> None:
+    """Returns when the client closes the connection."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 async def _body(request: Request) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,6 +16,10 @@ from slime_like.errors import RunError
 
 class BadText(ValueError):
     """A request without tokens that the model can read."""
+
+
+class NoScore(RunError):
+    """The model's score of a text is no finite number, and would not be the next time."""
 
 
 class RewardModel:
@@ -47,6 +52,9 @@ class RewardModel:
                 "serve one that --loss-type rm_loss has trained, or another with one label"
             )
         self._model = model.eval().to(device)
+        # as the trainer's head: scores near 20 are 0.125 apart in bfloat16, and equal ones of a
+        # group teach nothing
+        self._model.score.float()
         self._device = device
         config = model.config.get_text_config()
         self._vocabulary: int = config.vocab_size
@@ -75,7 +83,7 @@ class RewardModel:
         body = getattr(self._model, self._model.base_model_prefix)
         hidden: Tensor = body(tokens.to(self._device), attention_mask=mask).last_hidden_state
         last = hidden[torch.arange(len(texts)), lengths - 1]
-        return self._model.score(last).squeeze(-1).float().tolist()
+        return self._model.score(last.float()).squeeze(-1).tolist()
 
 
 class Batches:
@@ -113,8 +121,12 @@ class Batches:
                         future.set_exception(RunError(f"{type(error).__name__}: {error}"))
                 continue
             for (_, future), score in zip(batch, scores, strict=True):
-                if not future.done():  # unless its client has gone
+                if future.done():  # its client has gone
+                    continue
+                if math.isfinite(score):
                     future.set_result(score)
+                else:
+                    future.set_exception(NoScore(f"the model's score of the text is {score}"))
 
     def _next(self) -> list[tuple[list[int], asyncio.Future[float]]]:
         """The oldest requests that fit; at least one."""

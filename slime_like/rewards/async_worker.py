@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, BinaryIO
 
 from slime_like.rewards.custom import RewardArgs
+from slime_like.rewards.reward_server import OutOfTime
 from slime_like.rewards.worker_protocol import (
     GradingJob,
     _read,
@@ -23,14 +24,20 @@ def serve(
     function: Callable[..., Any],
     args: RewardArgs,
     slots: int,
+    grace_s: float = 0.0,
 ) -> None:
-    """Report that the worker is ready for `slots` samples, and serve jobs until the pipe closes."""
+    """Report that the worker is ready for `slots` samples, and serve jobs until the pipe closes.
+    grace_s: Seconds after its deadline that a function has which keeps the deadline itself."""
     _write(replies, {"ready": slots})
-    asyncio.run(_serve(requests, replies, function, args))
+    asyncio.run(_serve(requests, replies, function, args, args.rm_timeout_s + grace_s))
 
 
 async def _serve(
-    requests: BinaryIO, replies: BinaryIO, function: Callable[..., Any], args: RewardArgs
+    requests: BinaryIO,
+    replies: BinaryIO,
+    function: Callable[..., Any],
+    args: RewardArgs,
+    timeout_s: float,
 ) -> None:
     """Run every job as its own task, which ends at its deadline. If the function blocks the event
     loop, the parent kills this process."""
@@ -46,10 +53,12 @@ async def _serve(
 
     async def answer(job: GradingJob) -> None:
         try:
-            value = await asyncio.wait_for(function(args, job.sample), args.rm_timeout_s)
+            value = await asyncio.wait_for(function(args, job.sample), timeout_s)
             result = answer_to(job, value, args.reward_key)
         except TimeoutError:
             result = {"timeout": True}
+        except OutOfTime as error:
+            result = {"timeout": True, **raised(error)}
         except (Exception, SystemExit) as error:
             result = raised(error)
         _write(replies, {**result, "job": job.id})

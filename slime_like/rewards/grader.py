@@ -251,7 +251,9 @@ class Grader:
                 slots=self._slots(workers),
                 variables=() if variable is None else (variable,),
             )
-            self._served_pools[name] = WorkerPool(setup, self._most_workers(workers))
+            self._served_pools[name] = WorkerPool(
+                setup, self._most_workers(workers), self.args.rm_concurrency
+            )
         jobs = [GradingJob(i, None, _reward_sample(samples[i])) for i in indices]
         return zip(indices, self._served_pools[name].run(jobs), strict=True)
 
@@ -260,10 +262,11 @@ class Grader:
         return min(workers, self.args.rm_concurrency or workers)
 
     def _slots(self, workers: int) -> int:
-        """Samples at a time in each of so many workers of a server or an asynchronous function."""
+        """Most samples at a time in each of so many workers of a server or an asynchronous
+        function."""
         if self.args.rm_concurrency is None:
             return ASYNC_SLOTS
-        return self.args.rm_concurrency // self._most_workers(workers)
+        return math.ceil(self.args.rm_concurrency / self._most_workers(workers))
 
     def _local_answers(
         self, samples: Sequence[Sample], local: Mapping[str, list[int]], jobs: list[GradingJob]
@@ -340,7 +343,7 @@ class Grader:
             modules=tuple(sorted(modules)),
             slots=self._slots(self._num_workers),
         )
-        self._pool = WorkerPool(setup, workers)
+        self._pool = WorkerPool(setup, workers, self.args.rm_concurrency if custom else None)
         return self._pool
 
     def _graded(self, sample: Sample, answer: Answer, counts: Counter[str]) -> Sample:
@@ -397,13 +400,15 @@ class Grader:
 
     def _failure(self, answer: Answer) -> tuple[str, str] | None:
         """How the sample failed (a key of `last_counts`), and the reason as text."""
-        if "raised" in answer:  # the output of a forked scorer is untrusted
-            return "raised", clean(f"the reward raised {answer['raised']}")
+        # the output of a forked scorer is untrusted
+        said = clean(answer["raised"]) if "raised" in answer else None
+        if "timeout" in answer:
+            late = f"the reward took longer than --rm-timeout-s {self.args.rm_timeout_s:g}"
+            return "timeout", late if said is None else f"{late}: {said}"
+        if said is not None:
+            return "raised", f"the reward raised {said}"
         if "refused" in answer:
             return "raised", f"the answer is not scored: {answer['refused']}"
-        if "timeout" in answer:
-            limit = f"--rm-timeout-s {self.args.rm_timeout_s:g}"
-            return "timeout", f"the reward took longer than {limit}"
         if "died" in answer:
             return "died", f"the reward process died ({answer['died']})"
         return None

@@ -8,6 +8,7 @@ and the policy's tokenizer. It is behind SGLang (``--is-embedding``), vLLM or
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import sys
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit, urlunsplit
 
 from slime_like.rewards.remote import require_url
-from slime_like.rewards.reward_server import AnsweredOnce, RewardServer, certificates
+from slime_like.rewards.reward_server import AnsweredOnce, OutOfTime, RewardServer, certificates
 from slime_like.text import mask_url, shown
 
 if TYPE_CHECKING:
@@ -37,13 +38,23 @@ class RewardModelClient:
         certificates()
         self._server = server
         self._answers = AnsweredOnce(server, args.rm_cache_size, self._read)
+        self._comparison: TokenizerComparison | None = None  # until the server answered it
         if "hf_checkpoint" in args.settings:
             trust = "trust_remote_code" in args.settings and bool(args.trust_remote_code)
-            _compare_tokenizers(url, str(args.hf_checkpoint), trust)
+            self._comparison = TokenizerComparison(url, str(args.hf_checkpoint), trust)
+            with contextlib.suppress(OutOfTime):  # it may still be starting
+                asyncio.run(self._compare(_PROBE_S))
 
     async def score(self, args: RewardArgs, sample: SlimeSample) -> float:
-        """The score of prompt and response. Raises RuntimeError if there is none."""
+        """The score of prompt and response. Raises RuntimeError if there is none, ValueError as the
+        constructor does, if the server did not answer then."""
+        await self._compare(args.rm_timeout_s)
         return await self._answers.score(request_of(sample.tokens))
+
+    async def _compare(self, timeout_s: float) -> None:
+        if self._comparison is not None:
+            await self._comparison.run(timeout_s)
+            self._comparison = None
 
     def _read(self, answer: Any) -> float:
         scores = scores_of(answer)
@@ -88,34 +99,48 @@ def classify_url(url: str) -> str:
     return url if parts.path.strip("/") else urlunsplit(parts._replace(path=CLASSIFY))
 
 
-def _compare_tokenizers(url: str, folder: str, trust_remote_code: bool) -> None:
-    """Raise ValueError if the server makes other tokens of a text than the policy does. Tokens of
-    another vocabulary would be graded without any sign of it."""
-    from transformers import AutoTokenizer
+class TokenizerComparison:
+    """Whether a server makes the same tokens of a text as the policy. Tokens of another vocabulary
+    would be graded without any sign of it.
 
-    parts = urlsplit(url)
-    probe_url = urlunsplit(parts._replace(path=f"{parts.path.rpartition('/')[0]}/tokenize"))
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    local = tokenizer(PROBE, add_special_tokens=False)["input_ids"]
-    probe = PROBE
-    if tokenizer.decode(local) != PROBE:  # what a vocabulary lacks, loaders drop or mark
-        probe = PROBE.encode("ascii", "ignore").decode()
-        local = tokenizer(probe, add_special_tokens=False)["input_ids"]
-    body = {"prompt": probe, "add_special_tokens": False}
-    try:
-        answer = asyncio.run(RewardServer(probe_url, _PROBE_S).post(body))
-        remote = list(answer["tokens"])
-    except (RuntimeError, TypeError, KeyError) as error:
-        print(
-            "the reward model's tokenizer is not compared with the policy's, for the server does "
-            f"not tokenize text: {error}",
-            file=sys.stderr,
-        )
-        return
-    if remote != list(local):
-        raise ValueError(
-            f"the reward model at {mask_url(url)} has another tokenizer than the policy: it makes "
-            f"{len(remote)} tokens of a text of which the policy makes {len(local)}, or other "
-            "ones; serve one with the policy's tokenizer, or use --rm-type remote_rm, which sends "
-            "text"
-        )
+    Args:
+        url: Of /classify; /tokenize is beside it.
+        folder: Of the policy.
+    """
+
+    def __init__(self, url: str, folder: str, trust_remote_code: bool) -> None:
+        from transformers import AutoTokenizer
+
+        parts = urlsplit(url)
+        self._url = url
+        self._path = urlunsplit(parts._replace(path=f"{parts.path.rpartition('/')[0]}/tokenize"))
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        self._text = PROBE
+        self._tokens = list(tokenizer(PROBE, add_special_tokens=False)["input_ids"])
+        if tokenizer.decode(self._tokens) != PROBE:  # what a vocabulary lacks, loaders drop or mark
+            self._text = PROBE.encode("ascii", "ignore").decode()
+            self._tokens = list(tokenizer(self._text, add_special_tokens=False)["input_ids"])
+
+    async def run(self, timeout_s: float) -> None:
+        """Raises ValueError if it makes others, OutOfTime if it does not answer. A server that
+        makes no tokens of text is not compared, which is printed."""
+        body = {"prompt": self._text, "add_special_tokens": False}
+        try:
+            answer = await RewardServer(self._path, timeout_s).post(body)
+            remote = list(answer["tokens"])
+        except OutOfTime:
+            raise
+        except (RuntimeError, TypeError, KeyError) as error:
+            print(
+                "the reward model's tokenizer is not compared with the policy's, for the server "
+                f"does not tokenize text: {error}",
+                file=sys.stderr,
+            )
+            return
+        if remote != self._tokens:
+            raise ValueError(
+                f"the reward model at {mask_url(self._url)} has another tokenizer than the policy: "
+                f"it makes {len(remote)} tokens of a text of which the policy makes "
+                f"{len(self._tokens)}, or other ones; serve one with the policy's tokenizer, or "
+                "use --rm-type remote_rm, which sends text"
+            )

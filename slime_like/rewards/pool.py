@@ -184,11 +184,13 @@ class GradingWorker:
 
 
 class WorkerPool:
-    """Grades jobs in at most `num_workers` processes, which start on demand. Not thread-safe."""
+    """Grades jobs in at most `num_workers` processes, which start on demand, and at most
+    `concurrency` jobs at a time. Not thread-safe."""
 
-    def __init__(self, setup: Setup, num_workers: int) -> None:
+    def __init__(self, setup: Setup, num_workers: int, concurrency: int | None = None) -> None:
         self.setup = replace(setup, missing=confinement.missing()) if setup.confined else setup
         self.num_workers = num_workers
+        self.concurrency = concurrency
         self._workers: list[GradingWorker] = []
         # Also at interpreter exit; a forked child must not kill its parent's workers.
         self._finalizer = weakref.finalize(self, _kill_all, self._workers, os.getpid())
@@ -248,14 +250,18 @@ class _Round:
         return [self.answers[number] for number in range(len(self.jobs))]
 
     def _assign(self) -> None:
-        for worker in self.pool.workers:
-            while worker.ready and self.waiting and len(worker.deadlines) < worker.slots:
+        ready = [worker for worker in self.pool.workers if worker.ready]
+        free = self.pool.concurrency or math.inf
+        free -= sum(len(worker.deadlines) for worker in ready)
+        for worker in ready:
+            while self.waiting and free > 0 and len(worker.deadlines) < worker.slots:
                 has_alone = not self.alone.isdisjoint(worker.deadlines)
                 if worker.deadlines and (has_alone or self.waiting[0] in self.alone):
                     break
                 number = self.waiting.popleft()
                 self._start(worker, number)
                 worker.send(self.jobs[number])
+                free -= 1
             if worker.slots == 1 and worker.quick and not self.alone:
                 share = len(self.waiting) // len(self.pool.workers)
                 while len(worker.queued) < min(share, _AHEAD):

@@ -43,6 +43,7 @@ from slime_like.rewards.worker_protocol import (
 
 # bytes of address space: a power tower in an answer must not take the machine's memory
 BUILTIN_MEMORY = 4 * 2**30
+CLIENT_GRACE_S = 0.5  # less than pool.GRACE_S, after which the worker is killed
 _PR_SET_PDEATHSIG = 1
 
 
@@ -88,7 +89,8 @@ def main() -> None:
     if function is not None and is_async(function):
         from slime_like.rewards.async_worker import serve
 
-        serve(requests, replies, function, setup.args, setup.slots)
+        # a client of a server ends in time by itself, and says which server was late
+        serve(requests, replies, function, setup.args, setup.slots, CLIENT_GRACE_S * setup.served)
         return
     _write(replies, {"ready": 1})
     while (job := _read(requests)) is not None:

@@ -82,7 +82,7 @@ class Answer(TypedDict, total=False):
     group: list[Answer]  # one answer per sample
     wrong_type: str  # description of a value that is no reward
     raised: str  # the exception, as text
-    timeout: bool
+    timeout: bool  # `raised`, if there, says what took the time
     spent: float  # CPU seconds of the worker until its timeout
     died: str  # how the worker ended
     refused: str  # why the text is not scored

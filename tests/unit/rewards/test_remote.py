@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import textwrap
 from collections.abc import Callable, Iterator
 from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Event, Thread
+from threading import Barrier, Event, Thread
 from typing import Any
 
 import pytest
@@ -131,7 +132,25 @@ def test_a_server_that_stays_broken_or_hangs_costs_its_deadline(server: Server) 
         broken, hangs = g.grade([make(0, "broken"), make(1, "hangs")])
     graded.set()
     assert "answered 500, " in broken.metadata["failure"] and "times" in broken.metadata["failure"]
-    assert hangs.status == SampleStatus.FAILED and "--rm-timeout-s 10" in hangs.metadata["failure"]
+    assert hangs.status == SampleStatus.FAILED
+    assert re.search(
+        r"--rm-timeout-s 10: .*127\.0\.0\.1:\d+/reward gave no whole answer in 10 s",
+        hangs.metadata["failure"],
+    )
+
+
+def test_all_of_the_concurrency_is_used(server: Server) -> None:
+    """Also where it is no multiple of the workers."""
+    together = Barrier(5)
+
+    def answer(body: dict[str, Any], n: int) -> tuple[int, bytes]:
+        together.wait(150)
+        return 200, b"0.5"
+
+    server.answer = answer
+    with grader(server, rm_num_workers=4, rm_concurrency=5) as g:
+        graded = g.grade([make(i, "x" * i) for i in range(10)])
+    assert [s.reward for s in graded] == [0.5] * 10
 
 
 def test_nobody_is_there(server: Server) -> None:

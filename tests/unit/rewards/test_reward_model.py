@@ -4,22 +4,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import math
 import random
+import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 import pytest
 import torch
+from fastapi.testclient import TestClient
 from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification
 
 from slime_like.cli.tiny_model import character_tokenizer, make_tokenizer, save_model
 from slime_like.errors import RunError
 from slime_like.function_args import FunctionArgs
+from slime_like.reward_server.app import make_app
 from slime_like.reward_server.model import RewardModel
-from slime_like.rewards.grader import Grader
-from slime_like.rewards.model_client import classify_url, scores_of
+from slime_like.rewards.custom import RewardArgs
+from slime_like.rewards.grader import Grader, _reward_sample
+from slime_like.rewards.model_client import RewardModelClient, classify_url, scores_of
+from slime_like.rewards.reward_server import OutOfTime
 from slime_like.types import Sample, SampleStatus
 from tests.reward_models import save_reward_model, scores, served
 from tests.unit.rewards.test_remote import Server, server  # noqa: F401
@@ -114,6 +121,110 @@ def test_a_tokenizer_with_code_of_its_own(server: Server, tmp_path: Path) -> Non
     with grader(url, policy=tmp_path, trust=True) as g:
         (graded,) = g.grade([sample(0, [5, 6])])
     assert graded.reward == 2.5 and "prompt" in server.requests[0]
+
+
+def test_a_server_that_starts_late_is_compared_all_the_same(
+    server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    character_tokenizer(
+        ["<e>", "<u>", *"abcdef"], eos_token="<e>", unk_token="<u>"
+    ).save_pretrained(tmp_path)
+    monkeypatch.setattr("slime_like.rewards.model_client._PROBE_S", 0.2)
+    started: list[bool] = []
+
+    def answer(body: dict[str, Any], n: int) -> tuple[int, bytes]:
+        if not started:
+            return 503, b"loading"
+        return 200, b'{"tokens": [9, 9]}' if "prompt" in body else b'{"embedding": [2.5]}'
+
+    server.answer = answer
+    settings = FunctionArgs({"hf_checkpoint": str(tmp_path), "trust_remote_code": False})
+    url = f"http://127.0.0.1:{server.server_port}"
+    args = RewardArgs(rm_url=url, rm_timeout_s=0.5, rm_cache_size=0, settings=settings)
+    client = RewardModelClient(args)
+    with pytest.raises(OutOfTime, match=r"/tokenize answered 503"):
+        asyncio.run(client.score(args, _reward_sample(sample(0, [5, 6]))))
+    started.append(True)
+    with pytest.raises(ValueError, match="has another tokenizer than the policy"):
+        asyncio.run(client.score(args, _reward_sample(sample(0, [5, 6]))))
+
+
+def test_bfloat16_ends_before_the_score(tmp_path: Path) -> None:
+    """Scores of one group would be equal where they are not."""
+    folder = save_reward_model(tmp_path)
+    model = RewardModel(folder, torch.bfloat16, torch.device("cpu"))
+    given = torch.tensor(model.scores(texts(20)))
+    assert (given.bfloat16().float() != given).any()
+
+
+def test_a_text_without_a_finite_score_is_refused_for_good(tmp_path: Path) -> None:
+    folder = save_reward_model(tmp_path)
+    model = RewardModel(folder, torch.float32, torch.device("cpu"))
+    torch.nn.init.constant_(model._model.score.weight, math.nan)
+    with TestClient(make_app(model, 1000)) as client:
+        answer = client.post("/classify", json={"input_ids": [5, 6]})
+    assert answer.status_code == 400 and "the model's score of the text is nan" in answer.text
+
+
+def test_a_client_that_left_is_not_served() -> None:
+    """A server that is slower than its clients wait would else score none in time."""
+    begun = threading.Event()
+    go_on = threading.Event()
+
+    class Slow:
+        seen: ClassVar[list[int]] = []
+
+        def check(self, tokens: list[int]) -> list[int]:
+            return tokens
+
+        def scores(self, batch: list[list[int]]) -> list[float]:
+            begun.set()
+            assert go_on.wait(60)
+            self.seen.extend(text[0] for text in batch)
+            return [0.5] * len(batch)
+
+    app = make_app(Slow(), 1000)  # type: ignore[arg-type]
+
+    async def ask(token: int, leaves: bool) -> int:
+        """Status of the response."""
+        body = json.dumps({"input_ids": [token]}).encode()
+        messages = [{"type": "http.request", "body": body, "more_body": False}]
+        status: list[int] = []
+
+        async def receive() -> dict[str, Any]:
+            if messages:
+                return messages.pop()
+            if not leaves:
+                await asyncio.sleep(60)
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                status.append(message["status"])
+
+        await app(
+            {
+                "type": "http", "asgi": {"version": "3.0"}, "method": "POST", "path": "/classify",
+                "raw_path": b"/classify", "query_string": b"", "headers": [], "http_version": "1.1",
+                "scheme": "http",
+            },
+            receive,
+            send,
+        )  # fmt: skip
+        return status[0]
+
+    async def all_of_them() -> list[int]:
+        async with app.router.lifespan_context(app):
+            first = asyncio.create_task(ask(1, leaves=False))
+            await asyncio.to_thread(begun.wait, 60)
+            gone = await ask(2, leaves=True)
+            last = asyncio.create_task(ask(3, leaves=False))
+            await asyncio.sleep(0.1)
+            go_on.set()
+            return [await first, gone, await last]
+
+    assert asyncio.run(all_of_them()) == [200, 499, 200]
+    assert Slow.seen == [1, 3]
 
 
 def test_an_encoder_is_no_reward_model(tmp_path: Path) -> None:
