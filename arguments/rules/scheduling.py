@@ -68,6 +68,20 @@ def check_scheduling_functions(s: Settings) -> list[Problem]:
     return problems
 
 
+def check_filter_of_groups(s: Settings) -> list[Problem]:
+    """The built-in filters compare the rewards of a group, and drop those of one sample."""
+    path = s.scheduling.dynamic_sampling_filter_path
+    custom = s.scheduling.custom_generate_function_path or s.scheduling.rollout_function_path
+    if path not in FILTERS or s.rollout.n_samples_per_prompt > 1 or custom or not s.generates:
+        return []
+    return problem(
+        "dynamic_sampling_filter_path",
+        path,
+        "compares the samples of a prompt, of which --n-samples-per-prompt 1 has one; raise it, or "
+        "remove the filter",
+    )
+
+
 def check_custom_generate(s: Settings) -> list[Problem]:
     """A custom generate function must be async, and is incompatible with generating in slices."""
     path = s.scheduling.custom_generate_function_path
@@ -233,6 +247,7 @@ def check_hooks(s: Settings) -> list[Problem]:
 SCHEDULING_RULES: tuple[Rule, ...] = (
     check_sampling_settings,
     check_scheduling_functions,
+    check_filter_of_groups,
     check_custom_generate,
     check_rollout_functions,
     check_rollout_time_limit,

@@ -36,6 +36,7 @@ class Certificate:
     sites: Mapping[str, Mapping[str, Sequence[float]]]
     # by engine: largest difference in nats, limit, and means by depth and by position
     log_probs: Mapping[str, Mapping[str, Any]]
+    skipped: Mapping[str, str]  # sites that are not compared, with the reason
     findings: Sequence[Finding]
     weights: Mapping[str, str]  # SHA-256 of the trainer's weights, by name
 
@@ -51,7 +52,9 @@ class Certificate:
             for name, (largest, limit) in gaps.items():
                 who = "trainer" if name == "trainer" else "engine"  # or the address of a server
                 key = f"certificate/{who}_difference"
-                shares[key] = max(shares.get(key, 0.0), largest / limit)
+                share = largest / limit
+                # max() of NaN and a number is either, and a NaN is the largest difference of all
+                shares[key] = max(shares.get(key, 0.0), math.inf if math.isnan(share) else share)
         return {"certificate/findings": float(len(self.findings)), **shares}
 
     def to_json(self) -> dict[str, Any]:
@@ -110,6 +113,6 @@ def verify(path: Path, key: str | None = None) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path}: is no certificate ({error})") from error
     for name, value in expected.items():
-        if not hmac.compare_digest(str(signed.get(name, "")), value):
+        if not hmac.compare_digest(str(signed.get(name, "")).encode(), value.encode()):
             raise ValueError(f"{path}: its {name} does not fit its content: it was changed")
     return dict(data)

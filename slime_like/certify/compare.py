@@ -67,7 +67,7 @@ class Gaps:
 
     @property
     def differs(self) -> bool:
-        return not self.largest <= self.limit  # NaN differs
+        return not self.largest <= self.limit or not math.isfinite(self.largest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +76,7 @@ class Examination:
 
     findings: tuple[Finding, ...]
     gaps: Mapping[str, Gaps]  # by site
+    skipped: Mapping[str, str]  # by site: why it is not compared
 
 
 def relative_gap(values: Tensor, expected: Tensor) -> Tensor:
@@ -133,7 +134,8 @@ class Reference:
             if site.endswith(".router")
         }
         self.limits = {
-            site: max(smallest, TIMES_ROUNDING * float(gap.max()))
+            # without tokens that overflow in the dtype of the run: an infinite limit allows all
+            site: max([smallest, *(TIMES_ROUNDING * gap[gap.isfinite()]).tolist()])
             for site, gap in self._untied_gaps(own)
         }
         self.weights = rounded.weights()
@@ -167,6 +169,17 @@ class Reference:
         """The differences of all sites that both have, in the order of computation."""
         return {site: Gaps(gap, self.limits[site]) for site, gap in self._untied_gaps(states)}
 
+    def skipped(self, states: States) -> dict[str, str]:
+        """Sites of an implementation that cannot be compared, with the reason."""
+        reasons = {}
+        for site, values in states.items():
+            if site not in self.states:
+                reasons[site] = "the reference has no such state"
+            elif values.shape != self.states[site].shape:
+                shape = list(self.states[site].shape)
+                reasons[site] = f"it is {list(values.shape)}, the reference's {shape}"
+        return reasons
+
     def positions(self) -> Tensor:
         """Of every token in its sequence, [N]."""
         return torch.cat([torch.arange(tokens.numel()) for tokens in self.sequences])
@@ -197,7 +210,24 @@ class Reference:
         silent = by_layer.get(None)
         if silent and not any(finding.layer is None for finding in findings):
             findings.append(self._of_weights(subject, "weights", None, "", silent, None, None))
-        return Examination(tuple(merged(findings)), gaps)
+        skipped = self.skipped(states)
+        if states and not gaps:
+            site, reason = next(iter(skipped.items()))
+            findings.append(
+                Finding(
+                    subject,
+                    site,
+                    None,
+                    site,
+                    None,
+                    None,
+                    "not compared",
+                    f"none of its states can be compared: {reason}",
+                    None,
+                    None,
+                )
+            )
+        return Examination(tuple(merged(findings)), gaps, skipped)
 
     def _layer(
         self,

@@ -113,7 +113,9 @@ class Certifier:
             if certificate.holds:
                 names = list(dict.fromkeys(["trainer", "transformers", *found[0], *found[1]]))
                 agreed = f"{', '.join(names[:-1])} and {names[-1]}"
-                logger.info(f"certificate {path}: {agreed} agree")
+                rest = f"; states not compared: {len(certificate.skipped)}"
+                rest = rest if certificate.skipped else ""
+                logger.info(f"certificate {path}: {agreed} agree{rest}")
             return replace(certificate, weights={})
 
         return self._on_rank_zero(examine)
@@ -245,9 +247,11 @@ class Certifier:
         log_probs: Mapping[str, LogProbGaps],
     ) -> Certificate:
         sites: dict[str, dict[str, list[float]]] = {}
+        skipped: dict[str, str] = {}
         findings: list[Finding] = []
         for name, examination in found.items():
             findings += examination.findings
+            skipped |= {f"{site} of {name}": why for site, why in examination.skipped.items()}
             for site, gaps in examination.gaps.items():
                 sites.setdefault(site, {})[name] = [gaps.largest, gaps.limit]
         rows = {}
@@ -274,6 +278,7 @@ class Certifier:
             sum(tokens.numel() for tokens in self._sequences),
             sites,
             rows,
+            skipped,
             findings,
             {name: digest(tensor) for name, tensor in weights.items()},
         )

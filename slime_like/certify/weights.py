@@ -26,6 +26,7 @@ ROUNDED = (
 )
 INTEGERS = (("int8", 127), ("int4", 7))
 FP8_MAX = 448.0
+EXPLAINED = 0.1  # of a difference, at most what its cause leaves unexplained
 LOW_RANK = 1 / 3  # of the smaller dimension
 LARGEST_RANK = 256  # of adapters
 
@@ -236,11 +237,16 @@ def arranged(wide: Tensor, right: Tensor) -> tuple[str, str] | None:
 
 
 def scaled(wide: Tensor, right: Tensor) -> tuple[str, str] | None:
+    """A factor or a summand, if it explains all of the difference but rounding."""
+    gap = wide - right
+    most = EXPLAINED * gap.norm()
     factor = float((wide * right).sum() / right.square().sum().clamp(min=1e-60))
-    if factor != 0 and (wide - factor * right).norm() <= 1e-5 * wide.norm():
+    rest = (wide - factor * right).norm()
+    if factor != 0 and rest <= 1e-5 * wide.norm() and rest <= most:
         return "wrong scale", f"is {factor:.6g} times the reference's"
-    shift = (wide - right).mean()
-    if (wide - right - shift).abs().max() <= 1e-6 * max(1.0, float(right.abs().max())):
+    shift = gap.mean()
+    rest = gap - shift
+    if rest.abs().max() <= 1e-6 * float(right.abs().max()) and rest.norm() <= most:
         return "wrong scale", f"is the reference's plus {float(shift):.6g}"
     return None
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -67,6 +67,14 @@ _JOINED = {
     **{"qkv_proj": 1, "gate_up_proj": 2, "input_linear": 2},
     **{"in_proj_qkvz": 1, "in_proj_qkv": 1, "in_proj_z": 1},
 }
+# Modules that engines load as one matrix. They refuse one that is quantised in part.
+_LOADED_TOGETHER = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("in_proj_qkv", "in_proj_z"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +231,9 @@ def chosen(tensors: Mapping[str, TensorPlan], method: Method, architecture: str)
                 "is no module that would be quantised, nor a part of its name between dots; such "
                 f"weights are {listed(names)}",
             )
-    names = [name for name in names if not any(_excludes(e, name) for e in method.excluded)]
+    kept = [name for name in names if any(_excludes(e, name) for e in method.excluded)]
+    names = [name for name in names if name not in set(kept)]
+    _check_whole(kept, names, method)
     if not names:
         raise _wrong(
             "--method",
@@ -231,6 +241,29 @@ def chosen(tensors: Mapping[str, TensorPlan], method: Method, architecture: str)
             f"has nothing to quantise in a {architecture}, whose matrices are {listed(matrices)}",
         )
     return names
+
+
+def _check_whole(kept: Sequence[str], quantized: Sequence[str], method: Method) -> None:
+    """Raise ConfigError if --modules-to-not-convert leaves a part of what engines load as one."""
+    others = {_loaded_as(name): name for name in quantized}
+    for name in kept:
+        if (other := others.get(_loaded_as(name))) is not None:
+            raise _wrong(
+                "--modules-to-not-convert",
+                " ".join(method.excluded),
+                f"leaves {name} as it is and quantises {other}, which engines load as one matrix "
+                "of one format; name all of it, or nothing",
+            )
+
+
+def _loaded_as(name: str) -> str:
+    """A name for all weights that engines load together: all experts of a layer, or parts of a
+    matrix."""
+    module, experts, _ = name.partition(".experts.")
+    if experts:
+        return f"{module}.experts"
+    module, _, part = name.removesuffix(".weight").rpartition(".")
+    return f"{module}.{next((each for each in _LOADED_TOGETHER if part in each), part)}"
 
 
 def _all_experts(plan: TensorPlan) -> bool:

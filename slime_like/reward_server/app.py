@@ -45,7 +45,8 @@ def make_app(model: RewardModel, tokens: int) -> FastAPI:
         scoring = asyncio.gather(*map(batches[0].score, texts))
         leaving = asyncio.create_task(_left(request))
         try:
-            await asyncio.wait([scoring, leaving], return_when=asyncio.FIRST_COMPLETED)
+            first: list[asyncio.Future[Any]] = [scoring, leaving]
+            await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
             if not scoring.done():  # nobody waits for it
                 return Response(status_code=CLIENT_CLOSED_REQUEST)
             answers = [{"embedding": [score]} for score in scoring.result()]

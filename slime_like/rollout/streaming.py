@@ -58,7 +58,9 @@ class RewardExecutor:
             grader = self._waiting[0].grader if self._waiting else None
             items = [item for item in self._waiting if item.grader is grader]
             self._waiting = [item for item in self._waiting if item.grader is not grader]
-        if grader is None:
+        # nobody waits for those that are cancelled, and from here on none can be
+        items = [item for item in items if item.answer.set_running_or_notify_cancel()]
+        if grader is None or not items:
             return
         try:
             if grader.args.group_rm:

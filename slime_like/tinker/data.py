@@ -26,7 +26,7 @@ from slime_like.tinker.losses import (
     served_loss,
 )
 from slime_like.tinker.sample_records import SampleRecords, replay
-from slime_like.tinker.schemas import LARGEST
+from slime_like.tinker.schemas import LARGEST, MAX_SEQ_ID
 
 if TYPE_CHECKING:
     from google.protobuf.message import Message
@@ -127,8 +127,8 @@ def parse_request(body: bytes) -> Message:
         raise HttpError(400, f"the body is not a ForwardBackwardRequest: {error}") from error
     if not request.model_id:
         raise HttpError(400, "model_id is missing")
-    if request.seq_id < 1:
-        raise HttpError(400, f"seq_id is {request.seq_id}, must be at least 1")
+    if not 1 <= request.seq_id <= MAX_SEQ_ID:
+        raise HttpError(400, f"seq_id is {request.seq_id}, must be from 1 to {MAX_SEQ_ID}")
     return request
 
 

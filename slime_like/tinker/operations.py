@@ -22,7 +22,7 @@ from slime_like.tinker.model_registry import (
     RegisteredModel,
     Sampler,
 )
-from slime_like.tinker.request_queue import Result
+from slime_like.tinker.request_queue import Result, named
 from slime_like.tinker.results import forward_backward_output, sample_output
 from slime_like.tinker.sample_records import SampledRecord, SampleRecords
 
@@ -125,9 +125,7 @@ class ServerOperations:
             self._lacks_gradients(request.queue, f"request {request.seq} failed: {reason}")
 
     def skipped(self, queue: str, numbers: range) -> None:
-        which = ", ".join(map(str, numbers))
-        plural = "" if len(numbers) == 1 else "s"
-        self._lacks_gradients(queue, f"request{plural} {which} never came")
+        self._lacks_gradients(queue, f"{named(numbers)} never came")
 
     def _lacks_gradients(self, model_id: str, reason: str) -> None:
         """Have the model's next optim_step refused, for the first reason."""

@@ -335,7 +335,7 @@ class Dispatcher:
         numbers = queue.skip_missing()
         self.operations.skipped(key, numbers)
         if queue.in_order:
-            log.info("%s: the client gave up its requests %s", key, ", ".join(map(str, numbers)))
+            log.info("%s: the client gave up its %s", key, named(numbers))
             self.wake()
         else:
             missing = f"request {numbers.start} of {key}"
@@ -397,6 +397,13 @@ class Dispatcher:
         if request.failed:
             return {"error": json.loads(request.result)["error"], "category": request.category}
         return request.result, request.content_type
+
+
+def named(numbers: range) -> str:
+    """Requests by their first and last sequence number: a client may leave out any number."""
+    if numbers.stop == numbers.start + 1:
+        return f"request {numbers.start}"
+    return f"requests {numbers.start} to {numbers.stop - 1}"
 
 
 def request_id(key: str, seq: int) -> str:

@@ -23,7 +23,8 @@ Name = Annotated[
 ]
 ModelName = Annotated[str, StringConstraints(min_length=1, max_length=1024)]
 TinkerPath = Annotated[str, StringConstraints(min_length=1, max_length=1024, pattern=r"^tinker://")]
-SeqId = Annotated[int, Field(ge=1, le=2**31 - 1)]
+MAX_SEQ_ID = 2**31 - 1
+SeqId = Annotated[int, Field(ge=1, le=MAX_SEQ_ID)]
 SamplingSeqId = Annotated[int, Field(ge=0, le=MAX_SEED)]
 CountId = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Token = Annotated[int, Field(ge=0, le=2**31 - 1)]

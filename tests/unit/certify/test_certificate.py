@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +20,7 @@ FINDING = Finding(
 def certificate(*findings: Finding) -> Certificate:
     return Certificate(
         2, 3, {"torch": "2"}, "model", "TP1", "float32", "local", "the trainer's weights", 256,
-        {"layers.0": {"trainer": [1e-7, 1e-6]}}, {"engine": {"largest": float("inf")}}, findings, {"a": "12"},
+        {"layers.0": {"trainer": [1e-7, 1e-6]}}, {"engine": {"largest": float("inf")}}, {}, findings, {"a": "12"},
     )  # fmt: skip
 
 
@@ -45,6 +46,24 @@ def test_a_changed_certificate_is_refused(change: str, tmp_path: Path) -> None:
     path.write_text(json.dumps(data))
     with pytest.raises(ValueError, match="sha256 does not fit its content: it was changed"):
         verify(path)
+
+
+def test_a_foreign_signature_is_told_as_such(tmp_path: Path) -> None:
+    path = write(certificate(), [tmp_path])
+    data = json.loads(path.read_text())
+    data["signature"]["sha256"] = "ü"
+    path.write_text(json.dumps(data))
+    with pytest.raises(ValueError, match="it was changed"):
+        verify(path)
+
+
+def test_a_difference_that_is_no_number_is_the_largest() -> None:
+    sites = {
+        "embedding": {"trainer": [1e-7, 1e-6]},
+        "layers.0": {"trainer": [float("nan"), 1e-6]},
+        "layers.1": {"trainer": [1e-7, 1e-6]},
+    }
+    assert replace(certificate(), sites=sites).metrics["certificate/trainer_difference"] == math.inf
 
 
 def test_numbers_that_are_none_are_texts_and_paths_stay(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from benchmarks.parity.steps import parallel
 from scripts.make_tiny_model import make_tiny_model
+from slime_like.certify.compare import Reference
 from slime_like.certify.run import Certifier, SettingSearch, file_model
 from slime_like.engines.local.engine import LocalEngine
 from slime_like.errors import RunError
@@ -46,6 +47,33 @@ def test_only_what_was_compared_agrees(
         assert made.run(0, 1, None).holds
     names = "trainer, transformers and engine" if has_engine else "trainer and transformers"
     assert caplog.messages[-1].endswith(f": {names} agree"), caplog.messages
+
+
+def test_states_that_cannot_be_compared_do_not_agree(world: World) -> None:
+    reference = world.reference
+    wide = {site: torch.cat([each, each], dim=1) for site, each in reference.states.items()}
+    examination = reference.examine("engine", wide, {})
+    assert [finding.cause for finding in examination.findings] == ["not compared"]
+    assert examination.skipped.keys() == wide.keys() and not examination.gaps
+    one = {**reference.states, "layers.1": wide["layers.1"]}
+    examination = reference.examine("engine", one, {})
+    assert not examination.findings and list(examination.skipped) == ["layers.1"]
+
+
+def test_what_overflows_differs(world: World) -> None:
+    """Also from a reference that overflows in the dtype of the run, as float16 does."""
+    folder = world.certifier._settings.folder
+    rounded = file_model(folder, torch.float32, False)
+    with torch.no_grad():
+        rounded.layers[1].mlp.down_proj.weight[0] = torch.inf
+    sequences = world.reference.sequences
+    overflowing = Reference(
+        file_model(folder, torch.float64, False), rounded, sequences, world.reference.inputs
+    )
+    states = dict(world.reference.states)
+    states["layers.1.mlp"] = torch.full_like(states["layers.1.mlp"], torch.inf)
+    found = overflowing.examine("trainer", states, {}).findings
+    assert [finding.site for finding in found] == ["layers.1.mlp"]
 
 
 def test_an_adapter_beside_the_weights_agrees_when_it_is_trained(

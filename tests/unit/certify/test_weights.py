@@ -32,6 +32,21 @@ def test_numbers_that_are_not_finite_are_named_first(value: float) -> None:
     assert found.text.endswith("has 64 of 64 numbers that are NaN or infinite, the reference's 1")
 
 
+@pytest.mark.parametrize("size", [1e-7, 1e-5, 1e-3])
+def test_a_small_change_is_no_scale(size: float) -> None:
+    """An engine that is one step of a small rate behind."""
+    expected = 0.02 * random(64, 64)
+    found = difference(expected + size * random(64, 64, seed=2), expected)
+    assert found.cause != "wrong scale"
+
+
+@pytest.mark.parametrize("factor", [1 + 1e-5, 0.5])
+def test_a_scale_and_a_shift_are_named(factor: float) -> None:
+    expected = 0.02 * random(64, 64)
+    assert difference(factor * expected, expected).cause == "wrong scale"
+    assert "plus 0.001" in difference(expected + 0.001, expected).text
+
+
 class Elsewhere(Tensor):
     """A tensor of another device: it takes no part in a computation with one of this."""
 

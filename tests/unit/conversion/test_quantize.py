@@ -202,6 +202,8 @@ WRONG: list[tuple[dict[str, Any], list[str], str]] = [
     ({}, ["--method", "int8", "--scale-format", "ue8m0"], "--scale-format: is of --method fp8"),
     ({}, ["--group-size", "8"], "--group-size: is of --method int4 and int8"),
     ({}, ["--block-size", "8", "8", "--modules-to-not-convert", "q"], "is no module that would be"),
+    ({}, ["--block-size", "8", "8", "--modules-to-not-convert", "q_proj"], "v_proj.weight, which engines load as one"),
+    ({}, ["--block-size", "8", "8", "--modules-to-not-convert", "experts.1"], "which engines load as one"),
     ({}, ["--max-shard-size", "many"], "--max-shard-size many"),
     ({"quantization_config": {"quant_method": "awq"}}, [], "or use the unquantised model"),
 ]  # fmt: skip

@@ -4,6 +4,7 @@ are aborted."""
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 
 from arguments.parse import parse_args
 from slime_like.data.group_buffer import GroupBuffer
@@ -18,7 +20,7 @@ from slime_like.engines.base import GenerateOutput, GenerateRequest, SamplingPar
 from slime_like.rollout.collector import Collected, Collector, decide_locally
 from slime_like.rollout.hooks import group_filters
 from slime_like.rollout.rollouter import Rollouter, training_sampling
-from slime_like.rollout.streaming import Responder, StreamGeneration
+from slime_like.rollout.streaming import Responder, RewardExecutor, StreamGeneration
 from slime_like.types import Sample, SampleStatus
 from tests.unit.command_lines import complete
 from tests.unit.rollout.test_collector import Letters, Prompts
@@ -94,6 +96,32 @@ class World:
     def collect(self, rollout_id: int, time_limit_s: float | None = None) -> Collected:
         with StreamGeneration(self.responder, time_limit_s) as generation:
             return self.collector.collect_from(generation, rollout_id, decide_locally)
+
+
+def test_a_cancelled_reward_takes_no_other_with_it() -> None:
+    """A sample's task ends while its reward waits in a batch with others."""
+    executor = RewardExecutor()
+    begun = threading.Event()
+    go_on = threading.Event()
+
+    class Slow(Grades):
+        def grade(self, samples: Sequence[Sample]) -> list[Sample]:
+            begun.set()
+            assert go_on.wait(60)
+            return super().grade(samples)
+
+    grader = cast(Any, Slow())
+    sample = Sample(
+        group_id=0, sample_id=7, tokens=torch.tensor([1, 2]), response_length=1,
+        loss_mask=torch.ones(1, dtype=torch.bool), text="", response="",
+    )  # fmt: skip
+    first = executor.submit([sample], grader)
+    assert begun.wait(60)
+    gone = executor.submit([sample], grader)
+    waits = executor.submit([sample], grader)
+    assert gone.cancel()
+    go_on.set()
+    assert [each.result(60)[0].reward for each in (first, waits)] == [7.0, 7.0]
 
 
 OVER = ("--over-sampling-batch-size", "3", "--partial-rollout")

@@ -119,6 +119,17 @@ def test_what_the_sdk_gave_up_does_not_hold_the_next_request(api: Api, missing: 
     assert "is too low" in refuse(api, "optim_step", late)
 
 
+@pytest.mark.parametrize("version", ["0.38.0", None])
+def test_any_number_of_requests_may_be_missing(api: Api, version: str | None) -> None:
+    """What the server says of them has a bounded size: else one request would hold all others."""
+    if version is not None:
+        api.open(version)
+    last = 2**31 - 3
+    answer = run_pass(api, last)
+    assert ("loss:sum" in answer) == (version is not None)
+    assert f"requests 1 to {last - 1} never came" in step(api, last + 1)["error"]
+
+
 @pytest.mark.parametrize("chunk", [1, 2, 3])
 @pytest.mark.parametrize("fate", ["lost", "refused", "damaged", "failed"])
 def test_a_part_of_a_batch_is_not_applied(api: Api, chunk: int, fate: str) -> None:
