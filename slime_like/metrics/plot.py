@@ -197,17 +197,30 @@ def write_plot(rows: Rows, path: str | Path, title: str = "", *, only: Sequence[
 
 def _panels_with_data(rows: Rows, only: Sequence[str]) -> list[Panel]:
     """The selected panels, each with the curves that have data."""
-    eval_curves: list[tuple[str, str, str]] = []
-    for name in eval_metrics(rows):
-        if name.endswith("/mean"):
-            label = name.split("/", 1)[1].removesuffix("/mean")
-            eval_curves.append((label, name, CYCLE[len(eval_curves) % len(CYCLE)]))
+    several = (
+        Panel("Evaluation score", _curves_of_each(rows, "eval/", "/mean")),
+        Panel("Reward by source", _curves_of_each(rows, "rollout/", "/reward_mean")),
+        Panel(
+            "Pass rate by source", _curves_of_each(rows, "rollout/", "/pass_rate"), is_share=True
+        ),
+    )
     panels = []
-    for panel in (PANELS[0], Panel("Evaluation score", tuple(eval_curves)), *PANELS[1:]):
+    for panel in (PANELS[0], *several, *PANELS[1:]):
         curves = tuple(curve for curve in panel.curves if series(rows, curve[1]))
         if curves and _is_selected(panel.title, only):
             panels.append(replace(panel, curves=curves))
     return panels
+
+
+def _curves_of_each(rows: Rows, start: str, end: str) -> tuple[tuple[str, str, str], ...]:
+    """A curve for each evaluation set, or for each source of a mix, with its name."""
+    names = [name for name in logged_metrics(rows, start) if name.endswith(end)]
+    curves = list[tuple[str, str, str]]()
+    for name in names:
+        label = name[len(start) : -len(end)]
+        if label:  # "rollout/reward_mean" is of all sources
+            curves.append((label, name, CYCLE[len(curves) % len(CYCLE)]))
+    return tuple(curves)
 
 
 def _draw_panel(axis: Axes, panel: Panel, rows: Rows) -> None:

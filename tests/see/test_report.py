@@ -69,6 +69,20 @@ def test_the_first_page_has_facts_and_what_the_model_says(tab: Any, tmp_path: Pa
     assert tab.url.endswith("#rollouts/0/0")
 
 
+def test_each_source_of_a_mix_has_its_curves(tab: Any, tmp_path: Path) -> None:
+    with MetricsLogger(tmp_path) as logger:
+        for step in range(3):
+            values = {"rollout/reward_mean": 0.5}
+            for name in ("easy", "hard.2"):
+                values |= {f"rollout/{name}/reward_mean": 0.1, f"rollout/{name}/pass_rate": 0.2}
+            logger.log(step, values)
+    show(tab, write_page([read_run(tmp_path)], tmp_path / "report.html"), "overview")
+    titles = tab.locator("figure .title").all_inner_texts()
+    assert titles[0] == "Reward"
+    for name in ("easy", "hard.2"):
+        assert {f"Reward: {name}", f"Pass rate: {name}"} <= set(titles)
+
+
 def test_a_slow_rank_is_visible(tab: Any, tmp_path: Path) -> None:
     """Full colours are work and pale ones are waiting."""
     folder = write_run(tmp_path)

@@ -4,6 +4,7 @@
 const SHOW_POINTS = 25; // a curve of at most so many points shows them, and is not smoothed
 const MOST_READ = 4; // values in a caption
 const ROLLOUTS = [1, 2, 5].flatMap((n) => [1, 10, 100, 1e3, 1e4, 1e5, 1e6].map((size) => n * size)).sort((a, b) => a - b); // steps between ticks
+const SOURCE = /^rollout\/([^/]+)\/(reward_mean|pass_rate)$/; // of a prompt mix
 const TITLES = {
   "rollout/reward_mean": ["Reward", "mean of a rollout"], "rollout/response_length_mean": ["Response length", "tokens"], "train/entropy": ["Entropy", "nats a token"],
   "rollout/truncated_frac": ["Cut responses", "share"], "train/ppo_kl": ["KL to the policy that sampled", "nats a token"], "train/kl": ["KL to the reference", "nats a token"],
@@ -117,6 +118,8 @@ function describe(metric) {
 /** [title, unit] of a metric as people say it; none for most. */
 function titleOf(metric) {
   const set = /^eval\/(.*)\/mean$/.exec(metric);
+  const source = SOURCE.exec(metric);
+  if (source) return [`${source[2] === "pass_rate" ? "Pass rate" : "Reward"}: ${source[1]}`, "a source of the prompts"];
   return set ? [`Evaluation: ${set[1]}`, ""] : TITLES[metric] || null;
 }
 

@@ -2,7 +2,7 @@
 // The tabs other than the rollouts.
 
 const KEY_METRICS = [
-  "rollout/reward_mean", /^eval\/.*\/mean$/, "rollout/response_length_mean", "train/entropy", "rollout/truncated_frac",
+  "rollout/reward_mean", /^eval\/.*\/mean$/, "rollout/response_length_mean", "train/entropy", "rollout/truncated_frac", SOURCE,
   "train/ppo_kl", "train/kl", "train/grad_norm", "rollout/train_rollout_log_prob_diff_mean", "reward/zero_spread_group_frac", "perf/step_s", "perf/mfu", "perf/actor_train_tflops", "perf/tokens_per_s_per_device",
 ];
 const COUNTERS = /(^health\/|^engine\/|failed|skipped|nonfinite|evict|restart|abort|truncat|dropped|rejected|filtered|stale|zero_spread|singleton|clip|retr)/;

@@ -184,6 +184,23 @@ def _titles(rows: list[dict[str, float]], monkeypatch: pytest.MonkeyPatch, path:
     return titles
 
 
+def test_sources_of_a_mix_have_panels_of_their_own(tmp_path: Path) -> None:
+    with MetricsLogger(tmp_path) as logger:
+        for step in range(3):
+            values = {"rollout/reward_mean": 0.5, "eval/sums/mean": 0.1}
+            for name in ("easy", "hard.2"):
+                values |= {f"rollout/{name}/reward_mean": 0.1, f"rollout/{name}/pass_rate": 0.2}
+            logger.log(step, values)
+    panels = {each.title: each for each in plot._panels_with_data(read_metrics(logger.path), ())}
+    labels = {title: [label for label, *_ in panel.curves] for title, panel in panels.items()}
+    assert labels["Reward by source"] == labels["Pass rate by source"] == ["easy", "hard.2"]
+    assert labels["Evaluation score"] == ["sums"] and len(labels["Reward"]) == 1
+    titles = [
+        panel.title for panel in plot._panels_with_data(read_metrics(_log(tmp_path / "b", 3)), ())
+    ]
+    assert not any("source" in title for title in titles)
+
+
 def test_panels_of_length_truncation_gradient_and_critic(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
