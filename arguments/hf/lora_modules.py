@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from arguments.hf.model import HfModel
+from arguments.hf.moe import moe_layers
 from arguments.hf.quantization import has_quantized_weights
-from arguments.schema.lora import LATENT_ATTENTION, MIXTRAL_MLP, MLP, TARGETS
-from slime_like.weights.families import model_families
+from arguments.schema.lora import TARGETS, UNEMBEDDING
+from slime_like.weights.families import OUTPUT_LAYER, model_families
 
 MERGED = "; use --lora-sync merged"
 
 
-def no_adapters(core: Mapping[str, object]) -> str:
-    """Why a model has no adapters; "" if it may have some. core: its TransformerConfig fields."""
+def without_attention(core: Mapping[str, object]) -> str:
+    """Why the attention of a model has no adapters; "" if it may have some. core: its
+    TransformerConfig fields."""
     if core.get("entry_rates"):
         return "not supported with DeepSeek-V4: most projections of its attention have no adapters"
     return ""
@@ -47,18 +51,59 @@ def target_modules(names: Sequence[str], model: HfModel) -> tuple[str, ...]:
 
 
 def absent_modules(model: HfModel) -> tuple[str, ...]:
-    """Names in `TARGETS` that do not occur in this architecture."""
-    parameters = model_families.get(model.architecture).parameters.values()
-    others = MLP if any(".w1." in str(mapping) for mapping in parameters) else MIXTRAL_MLP
-    if not model.transformer.get("multi_latent_attention"):
-        stacked = any("gate_up_proj" in str(mapping) for mapping in parameters)
-        stacked &= not any(".gate_proj." in str(mapping) for mapping in parameters)
-        if not model.transformer["gated_linear_unit"]:
-            return (*LATENT_ATTENTION, *others, MLP[0])
-        return (*LATENT_ATTENTION, *others, *(MLP[:2] if stacked else ()))
-    queries = ("q_proj",) if model.transformer["q_lora_rank"] else ("q_a_proj", "q_b_proj")
-    if not model.transformer.get("linear_decay_per_channel"):
-        return (*queries, "k_proj", "v_proj", *MIXTRAL_MLP)
-    # delta nets have q_proj to v_proj; Kimi-Linear has the names of either MLP, GLM-5.3 only MLP's
-    own = tuple(name for name in queries if name in LATENT_ATTENTION)
-    return own if others == MLP else (*own, *others)
+    """Names of single modules in `TARGETS` that do not occur in this model, or have no adapters."""
+    present = _linear_modules(model)
+    single = (name for name, modules in TARGETS.items() if modules == (name,))
+    return tuple(name for name in single if name not in present)
+
+
+def missing_words(model: HfModel) -> tuple[str, ...]:
+    """Words of --lora-target-modules that would leave out all that they name, or, of all-linear,
+    the whole attention."""
+    absent = set(absent_modules(model))
+    words = [word for word, modules in TARGETS.items() if absent.issuperset(modules)]
+    if "attn" in words:
+        words.insert(0, "all-linear")
+    return tuple(dict.fromkeys(words))
+
+
+def _linear_modules(model: HfModel) -> set[str]:
+    """Last components of the names of modules with adapters."""
+    family = model_families.get(model.architecture)
+    tied = not model.gpt["untie_embeddings_and_output_weights"]
+    found = {*UNEMBEDDING} if tied else _modules(family.parameters[OUTPUT_LAYER])
+    absent = _absent_parts(model.transformer)
+    for name, mapping in family.parameters.items():
+        if mapping.linear and not any(part in name for part in absent):
+            found |= _modules(mapping)
+    return found
+
+
+def _modules(mapping: Any) -> set[str]:
+    """Of the tensors of a mapping."""
+    names = (getattr(mapping, field.name) for field in dataclasses.fields(mapping))
+    tensors = (name for name in names if isinstance(name, str) and "." in name)
+    return {name.removesuffix(".weight").rpartition(".")[2] for name in tensors}
+
+
+def _absent_parts(core: Mapping[str, Any]) -> list[str]:
+    """Parts of names of a family's parameters that no layer of this model has."""
+    layers = core["num_layers"]
+    experts = core.get("num_moe_experts")
+    sparse = sum(moe_layers(core.get("moe_layer_freq") or 1 if experts else None, layers))
+    blocks = core.get("block_pattern")
+    dense = blocks.count("-") if blocks else layers - sparse
+    deltas = sum(core.get("linear_attention_freq") or [])
+    attentions = blocks.count("*") if blocks else layers - deltas
+    present = {
+        ".experts.": sparse,
+        ".shared_experts.": sparse and core.get("moe_shared_expert_intermediate_size"),
+        ".mlp.linear_fc": dense,
+        ".self_attention.in_proj": deltas,
+        ".self_attention.out_proj": deltas,
+        ".self_attention.linear_": attentions,
+        ".linear_q_proj": not core.get("q_lora_rank"),
+        ".linear_q_down_proj": core.get("q_lora_rank"),
+        ".linear_q_up_proj": core.get("q_lora_rank"),
+    }
+    return [part for part, there in present.items() if not there]

@@ -8,7 +8,7 @@ import ipaddress
 from pathlib import Path
 
 from arguments.flag_registry import GROUPS
-from arguments.hf.lora_modules import MERGED, no_adapters, unserved_beside_base
+from arguments.hf.lora_modules import MERGED, unserved_beside_base, without_attention
 from arguments.hf.model import read_hf_model
 from arguments.rules.base import Rule, Settings, problem, reject
 from arguments.rules.declared import declared_problems, flags_without
@@ -199,7 +199,7 @@ def check_server_adapters(s: Settings) -> list[Problem]:
         model = read_hf_model(s.model.hf_checkpoint)
     except ConfigError:  # reported where the model is read
         return problems
-    reason = no_adapters(model.transformer)
+    reason = without_attention(model.transformer)
     reasons = [reason] if reason else unserved_beside_base(s.model.hf_checkpoint, model)
     if served and model.transformer.get("multi_latent_attention"):
         reasons.append(f"servers apply no adapters to multi-latent attention{MERGED}")

@@ -9,10 +9,11 @@ from arguments.critic_layout import critic_parallel, layout_flags
 from arguments.hf.lora_modules import (
     MERGED,
     absent_modules,
-    no_adapters,
+    missing_words,
     padded_mlp,
     target_modules,
     unserved_beside_base,
+    without_attention,
 )
 from arguments.hf.model import HfModel, read_hf_model
 from arguments.hf.peft_adapter import read_adapter_config
@@ -198,8 +199,6 @@ def check_lora_base(s: Settings) -> list[Problem]:
     if not s.lora.lora_rank:
         return []
     problems = []
-    if reason := no_adapters(s.core):
-        problems += problem("lora_rank", s.lora.lora_rank, f"is {reason}")
     load = s.checkpoint.load
     if load is not None and (Path(load) / "config.json").is_file():
         message = (
@@ -225,7 +224,7 @@ def check_lora_targets(s: Settings) -> list[Problem]:
         model = read_hf_model(folder)
     except ConfigError:  # reported where the model is read
         return []
-    absent = absent_modules(model)
+    missing = missing_words(model)
     tied = not model.gpt["untie_embeddings_and_output_weights"]
     merged_on_servers = (
         engine_traits(s.rollout.rollout_engine).has_servers
@@ -234,9 +233,11 @@ def check_lora_targets(s: Settings) -> list[Problem]:
     )
     problems = []
     for name in names:
-        if name in absent:
-            legal = ", ".join(word for word in TARGETS if word not in absent)
+        if name in missing:
+            legal = ", ".join(word for word in TARGETS if word not in missing)
             message = f"no such module in {model.architecture}; legal values: {legal}"
+            if (reason := without_attention(model.transformer)) and name in ("all-linear", "attn"):
+                message = f"{reason}; legal values: {legal}"
             problems += problem("lora_target_modules", name, message)
         if TARGETS[name] == UNEMBEDDING and tied and merged_on_servers:
             message = (

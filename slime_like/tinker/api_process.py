@@ -17,7 +17,7 @@ from pathlib import Path
 import uvicorn
 
 from arguments.cuda import cuda_available
-from arguments.hf.lora_modules import no_adapters, padded_mlp
+from arguments.hf.lora_modules import padded_mlp, without_attention
 from arguments.hf.model import read_hf_model
 from arguments.parse import SERVER, parse_or_exit
 from arguments.rules.server import valid_keys
@@ -101,7 +101,7 @@ def base_model_of(config: RunConfig) -> BaseModel:
         max_rank=config.server.max_adapter_rank if unmerged and served else None,
         no_unmerged=NO_UNMERGED if served and not unmerged else "",
         no_whole=NO_WHOLE if served and unmerged else "",
-        no_adapters=no_adapters(model.transformer),
+        without_attention=without_attention(model.transformer),
     )
 
 

@@ -22,7 +22,7 @@ class BaseModel:
     # why samplers serve no adapter beside the base model, or no whole weights; "" if they do
     no_unmerged: str = ""
     no_whole: str = ""
-    no_adapters: str = ""  # why it has none
+    without_attention: str = ""  # why its attention and output layer have no adapters
 
     def check_name(self, name: str) -> None:
         """Raise Refused for any other model."""
@@ -38,10 +38,12 @@ def adapter_of(
     critic has no output layer. Raises Refused."""
     if lora is None or lora.rank == 0:
         return None
-    if base.no_adapters:
+    unembedding = lora.train_unembed and role != "critic"
+    if base.without_attention and (lora.train_attn or unembedding):
+        name = "train_attn" if lora.train_attn else "train_unembed"
         raise Refused(
-            f"lora_config.rank {lora.rank} is {base.no_adapters}; set it to 0, which trains all "
-            "weights"
+            f"lora_config.{name} True is {base.without_attention}, nor has the output layer; "
+            "set train_attn and train_unembed to False, or rank to 0, which trains all weights"
         )
     settings = {
         name: getattr(lora, name)

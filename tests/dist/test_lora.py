@@ -372,6 +372,51 @@ def test_a_memory_of_ngrams_in_layouts(alone: Any, files: dict[str, str], tmp_pa
 
 
 @pytest.mark.slow
+def test_experts_of_deepseek_v4_in_layouts(
+    alone: Any, files: dict[str, str], tmp_path: Path
+) -> None:
+    """Also those that are selected by token. Its attention has no adapters; what is behind it
+    learns through it, and through the residual streams."""
+    folder = Path(files["model"]).parent / "deepseek-v4"
+    make_tiny_model("DeepseekV4ForCausalLM", folder, num_hidden_layers=4)
+    make_rollouts(f"{folder}/rollout_{{rollout_id}}")
+    deepseek = {**files, "model": str(folder)}
+    flags = EVERYTHING.replace("all-linear unembed", "mlp")
+    assert flags != EVERYTHING
+    one = worker.train(deepseek["model"], alone, flags)
+    assert {name.split(".")[1] for name in one["factors"] if "layers" in name} == set("0123")
+    assert all(".ffn." in name for name in one["factors"])
+    layouts = {f"DeepSeek-V4 {name}": f"{flags} {f}" for name, f in LATENT_LAYOUTS.items()}
+    compare_layouts(layouts, one, deepseek, tmp_path)
+
+
+@pytest.mark.slow
+def test_shared_keys_of_gemma4_in_layouts(
+    alone: Any, files: dict[str, str], tmp_path: Path
+) -> None:
+    """Adapters of the layers whose keys are shared learn through those that share them."""
+    folder = Path(files["model"]).parent / "gemma4-e2b"
+    changes: dict[str, Any] = {
+        **{"num_hidden_layers": 6, "num_kv_shared_layers": 2, "use_double_wide_mlp": True},
+        **{"hidden_size_per_layer_input": 7, "vocab_size_per_layer_input": 101},
+        **{"attention_k_eq_v": False, "hidden_size": 64},
+        "layer_types": ["sliding_attention", "full_attention"] * 3,
+    }
+    make_tiny_model("Gemma4ForCausalLM", folder, **changes)
+    make_rollouts(f"{folder}/rollout_{{rollout_id}}")
+    gemma = {**files, "model": str(folder)}
+    one = worker.train(gemma["model"], alone, EVERYTHING)
+    keys = {name.split(".")[2] for name in one["factors"] if "k_proj" in name}
+    assert keys == set("0123")
+    recompute = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    layouts = {
+        "E2B TP2": f"--tensor-model-parallel-size 2 --sequence-parallel {recompute}",
+        "E2B PP2": f"--pipeline-model-parallel-size 2 --decoder-last-pipeline-num-layers 4 {recompute}",
+    }
+    compare_layouts({n: f"{EVERYTHING} {f}" for n, f in layouts.items()}, one, gemma, tmp_path)
+
+
+@pytest.mark.slow
 def test_blocks_of_nemotron_in_layouts(alone: Any, files: dict[str, str], tmp_path: Path) -> None:
     """Attention, an MLP without a gate, and experts on a latent; Mamba-2 has no adapter."""
     folder = Path(files["model"]).parent / "nemotron"

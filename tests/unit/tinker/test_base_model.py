@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from arguments.hf.lora_modules import no_adapters
+from arguments.hf.lora_modules import without_attention
 from slime_like.tinker.api_process import EXPERTS, TIED_UNEMBED
 from slime_like.tinker.base_model import BaseModel, adapter_of, check_served
 from slime_like.tinker.errors import Refused
@@ -33,15 +33,20 @@ def test_the_sdks_defaults_are_taken() -> None:
     }
 
 
-def test_a_base_without_adapters() -> None:
-    """DeepSeek-V4, of which only experts would be trained; train.py refuses it, too."""
-    reason = no_adapters({"entry_rates": [0, 4]})
-    base = BaseModel("folder", "name", "DeepseekV4ForCausalLM", no_adapters=reason)
+def test_a_base_with_adapters_on_experts_alone() -> None:
+    """DeepSeek-V4; train.py refuses other words, too."""
+    reason = without_attention({"entry_rates": [0, 4]})
+    base = BaseModel("folder", "name", "DeepseekV4ForCausalLM", without_attention=reason)
     for role in ("policy", "critic"):
-        with pytest.raises(Refused, match=r"rank 32 is not supported with DeepSeek-V4: most"):
+        with pytest.raises(Refused, match=r"train_attn True is not supported with DeepSeek-V4: mo"):
             adapter_of(LoraConfig(rank=32), role, base)
         assert adapter_of(LoraConfig(rank=0), role, base) is None
-    assert not no_adapters({"num_layers": 2})
+    experts = LoraConfig(rank=32, train_attn=False)
+    with pytest.raises(Refused, match="train_unembed True is not supported"):
+        adapter_of(experts, "policy", base)
+    assert adapter_of(experts, "critic", base)
+    assert adapter_of(LoraConfig(rank=32, train_attn=False, train_unembed=False), "policy", base)
+    assert not without_attention({"num_layers": 2})
 
 
 def test_an_output_layer_that_samplers_cannot_take() -> None:

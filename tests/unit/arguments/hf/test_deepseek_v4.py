@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from arguments.hf.model import read_hf_model
+from arguments.parse import parse_args
 from arguments.rules.network import ShardedNetwork, layout_problems
 from arguments.schema import ParallelConfig
 from slime_like.config import ConfigError
@@ -121,12 +122,23 @@ def test_ranks_share_whole_groups(tmp_path: Path) -> None:
     assert messages == ["must divide o_groups 2"]
 
 
-def test_adapters_and_predicting_layers_are_refused(tmp_path: Path) -> None:
-    argv = complete(tmp_path, "--lora-rank", "4", "--mtp-num-layers", "1")
+@pytest.mark.parametrize("word", ["all-linear", "attn", "unembed", "o_proj", "mlp", "w1"])
+def test_only_mlps_have_adapters(tmp_path: Path, word: str) -> None:
+    argv = complete(tmp_path, "--lora-rank", "4", "--lora-target-modules", word)
     write(tmp_path / "hf", PUBLISHED)
-    found = {p.flag: p.message for p in problems_of(argv, 1)}
-    assert "is not supported with DeepSeek-V4" in found["--lora-rank"]
-    assert "--mtp-num-layers" in found
+    if word in ("mlp", "w1"):
+        assert parse_args(argv, 1).lora.lora_rank == 4
+        return
+    message = {p.flag: p.message for p in problems_of(argv, 1)}["--lora-target-modules"]
+    attention = word in ("all-linear", "attn")
+    assert message.startswith("not supported with DeepSeek-V4" if attention else "no such module")
+    assert message.endswith("; legal values: mlp, w1, w3, w2")
+
+
+def test_predicting_layers_are_refused(tmp_path: Path) -> None:
+    argv = complete(tmp_path, "--mtp-num-layers", "1")
+    write(tmp_path / "hf", PUBLISHED)
+    assert "--mtp-num-layers" in {p.flag for p in problems_of(argv, 1)}
 
 
 def test_tokens_are_not_dropped(tmp_path: Path) -> None:

@@ -10,8 +10,10 @@ import pytest
 
 from arguments.hf.model import read_hf_model
 from arguments.hf.quantization import folder_quantization
+from arguments.parse import parse_args
 from arguments.rules.network import ShardedNetwork, layout_problems
 from arguments.schema import ParallelConfig
+from scripts.make_tiny_model import make_tiny_model
 from slime_like.config import ConfigError
 from slime_like.weights.hf_save import finish_folder
 from tests.unit.command_lines import HF_CONFIG, complete, problems_of
@@ -155,6 +157,30 @@ def test_converters_know_what_delta_nets_share(tmp_path: Path) -> None:
     core = read_hf_model(write(tmp_path)).transformer
     cut = ShardedNetwork(ParallelConfig(tensor_model_parallel_size=4), core, 4)
     assert any("linear_num_key_heads 2" in problem.message for problem in layout_problems(cut))
+
+
+@pytest.mark.parametrize(
+    ("like", "word", "legal"),
+    [
+        ("GptOssForCausalLM", "mlp", False),  # experts in one tensor
+        ("GptOssForCausalLM", "down_proj", False),
+        ("GptOssForCausalLM", "all-linear", True),
+        ("GraniteMoeForCausalLM", "mlp", False),
+        ("Phi3ForCausalLM", "q_proj", False),  # queries, keys and values in one matrix
+        ("Phi3ForCausalLM", "attn", True),
+        ("Lfm2ForCausalLM", "o_proj", False),  # it has another name
+        ("Lfm2ForCausalLM", "attn", True),
+    ],
+)
+def test_words_that_name_nothing(tmp_path: Path, like: str, word: str, legal: bool) -> None:
+    """Next to another word, which names something."""
+    argv = complete(tmp_path, "--lora-rank", "4", "--lora-target-modules", "unembed", word)
+    make_tiny_model(like, tmp_path / "hf")
+    if legal:
+        assert parse_args(argv, 1).lora.lora_rank == 4
+        return
+    (found,) = [p for p in problems_of(argv) if p.flag == "--lora-target-modules"]
+    assert found.value == word and f"no such module in {like}; legal values: " in found.message
 
 
 def test_gates_that_are_one_matrix_have_no_factors(tmp_path: Path) -> None:
