@@ -62,6 +62,9 @@ class SampleStatus(StrEnum):
     PARTIAL = "partial"  # unfinished: generation continues in this rollout or a later one
 
 
+FINISHED = (SampleStatus.COMPLETED, SampleStatus.TRUNCATED)  # with a response that is graded
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """One row of a data source, tokenized and ready for generation."""

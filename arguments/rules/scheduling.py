@@ -192,6 +192,12 @@ def check_fully_async(s: Settings) -> list[Problem]:
         )
         value = config.over_sampling_batch_size
         problems += problem("over_sampling_batch_size", value, message)
+    if config.dynamic_sampling_filter_path == FILTERS[1]:
+        message = (
+            "drops only what --over-sampling-batch-size has left over, and --fully-async has "
+            f"nothing left over; use {FILTERS[0]}"
+        )
+        problems += problem("dynamic_sampling_filter_path", FILTERS[1], message)
     unsupported: dict[str, object] = {}
     traits = engine_traits(s.rollout.rollout_engine)
     if traits.has_servers and not traits.aborts_requests:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from slime_like.data.prompts import PromptStream
 from slime_like.samples.groups import SampleGroup
-from slime_like.samples.index import AnySample
+from slime_like.samples.index import AnySample, awaits_reward
 from slime_like.types import Prompt, Sample
 
 
@@ -36,6 +36,11 @@ class PendingGroup:
     @property
     def ended(self) -> bool:
         return all(sample.ended for sample in self.samples)
+
+    @property
+    def is_graded(self) -> bool:
+        """Whether no finished sample waits for its reward."""
+        return not any(awaits_reward(sample) for sample in self.samples)
 
     @property
     def response_tokens(self) -> int:
@@ -123,6 +128,12 @@ class GroupBuffer:
         samples = (Sample.empty(prompt, first + j) for j in range(self.n_samples))
         return PendingGroup(prompt, tuple(samples))
 
+    def fits(self, group_id: int, samples: Sequence[AnySample]) -> bool:
+        """Whether these are all samples of a group of this run. An episode may be several."""
+        first = group_id * self.n_samples
+        ids = {sample.sample_id for sample in samples}
+        return ids == set(range(first, first + self.n_samples))
+
     def whole(self, groups: Iterable[PendingGroup]) -> tuple[list[PendingGroup], int]:
         """The same groups, those of which there are parts whole again, and how many of them begin
         again, because samples are missing or are too many."""
@@ -133,7 +144,7 @@ class GroupBuffer:
         result = list[PendingGroup]()
         for same in parts.values():
             samples = [sample for part in same for sample in part.samples]
-            if len(samples) != self.n_samples:
+            if not self.fits(same[0].group_id, samples):
                 result.append(self.empty_group(same[0].prompt))
                 again += 1
                 continue

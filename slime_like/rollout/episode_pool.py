@@ -64,12 +64,12 @@ class EpisodePool:
         return max(0, min(settings.workers - len(self.in_flight), capacity - taking))
 
     def start(self, groups: Iterable[PendingGroup]) -> None:
-        """Add groups, which know when they `started`; those that have ended are finished."""
+        """Add groups, which know when they `started`; those that are graded are finished."""
         for group in groups:
             assert group.key not in self.in_flight
             self.in_flight[group.key] = group
             self._in_flight_due[self.due(group)] += 1
-            if group.ended:
+            if group.ended and group.is_graded:
                 self.finish(group)
 
     def finish(self, group: PendingGroup) -> None:

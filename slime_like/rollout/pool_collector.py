@@ -307,7 +307,7 @@ class PoolCollector(Collector):
 
     def _drop(self, group: PendingGroup) -> None:
         self.pool.drop(group)
-        del self._ended_at[group.key]
+        self._ended_at.pop(group.key, None)  # unknown for a group of the checkpoint
         self._stats.leave_out(group)
         self._buffer.observe([group])
 

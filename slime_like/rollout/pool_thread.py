@@ -27,7 +27,8 @@ class PoolResponder(Responder):
         self, rollouter: Rollouter, requests: PausableRequests, sampling: SamplingParams
     ) -> None:
         super().__init__(rollouter, requests, sampling)
-        self.ended: dict[int, Sample] = {}  # by id, until `forget`
+        # by id, until `forget`; perhaps without the reward
+        self.ended: dict[int, Sample] = {}
         self._requests = requests
         self._grading = 0
         self._graded = asyncio.Event()
@@ -42,6 +43,7 @@ class PoolResponder(Responder):
 
     async def grade(self, samples: Sequence[Sample]) -> list[Sample]:
         """See `Responder`."""
+        self.ended |= {sample.sample_id: sample for sample in samples}
         await self._requests.until_open()
         self._grading += 1
         try:
@@ -102,7 +104,7 @@ class PoolThread:
         self.responder = PoolResponder(rollouter, self._requests, sampling)
         self._start = start
         self._finish = finish
-        self._tasks = set[asyncio.Task[PendingGroup]]()
+        self._tasks = set[asyncio.Task[None]]()
         self._error: BaseException | None = None
         self._changed = asyncio.Event()
         self._paused = False
@@ -164,18 +166,19 @@ class PoolThread:
             self._changed.clear()
             await self._changed.wait()
 
-    async def _respond(self, group: PendingGroup) -> PendingGroup:
+    async def _respond(self, group: PendingGroup) -> None:
         responder = self.responder
         samples = await responder.respond_group(complete(group.samples), responder.sampling)
+        # at once, so that no checkpoint comes between: it would have the group without its end
+        self._finish(group.with_samples(samples))
         responder.forget(group)
-        return group.with_samples(samples)
 
-    def _done(self, task: asyncio.Task[PendingGroup]) -> None:
+    def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if task.cancelled():
             return
         try:
-            self._finish(task.result())
+            task.result()
             self.fill()
         except BaseException as error:
             self._error = self._error or error

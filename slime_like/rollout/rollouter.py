@@ -37,13 +37,10 @@ from slime_like.samples.groups import SampleGroup, split
 from slime_like.samples.index import AnySample, holder_of
 from slime_like.samples.routed_experts import join_routed_experts
 from slime_like.samples.sampling_mask import pad_sampling_mask, split_sampling_mask
-from slime_like.types import PROMPT_SOURCE, Prompt, Sample, SampleStatus
+from slime_like.types import FINISHED, PROMPT_SOURCE, Prompt, Sample, SampleStatus
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-FINISHED = (SampleStatus.COMPLETED, SampleStatus.TRUNCATED)
 
 
 def training_sampling(config: RolloutConfig) -> SamplingParams:

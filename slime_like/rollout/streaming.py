@@ -21,10 +21,11 @@ from slime_like.engines.base import (
 )
 from slime_like.rewards.grader import Grader
 from slime_like.rollout.episode import LoopRunner, Model
-from slime_like.rollout.rollouter import FINISHED, Rollouter
+from slime_like.rollout.rollouter import Rollouter
 from slime_like.samples.episodes import complete
 from slime_like.samples.groups import split
-from slime_like.types import Sample, SampleStatus
+from slime_like.samples.index import awaits_reward
+from slime_like.types import FINISHED, Sample, SampleStatus
 
 ABORT_S = 15.0  # for aborted requests to end
 
@@ -106,15 +107,23 @@ class Responder:
         """Generate a response to its end, or until it is aborted.
 
         Args:
-            sample: A finished sample is returned unchanged.
+            sample: One that has ended is graded, if it was not.
             sampling: Sampling parameters; max_new_tokens is for the complete response.
             evaluation: Passed to a custom generate function.
 
         Returns:
             The sample, graded unless the run has a group reward.
         """
-        if sample.ended or self.stopped:
-            return sample
+        if not sample.ended:
+            if self.stopped:
+                return sample
+            sample = await self._ended(sample, sampling, evaluation=evaluation)
+        if awaits_reward(sample) and not self.grader.args.group_rm:
+            (sample,) = await self.grade([sample])
+        return sample
+
+    async def _ended(self, sample: Sample, sampling: SamplingParams, *, evaluation: bool) -> Sample:
+        """The sample with its response, or with the part before an abort."""
         sampling = self.rollouter.sampling_of(sample, sampling)
         custom = self.rollouter.custom_generate
         if custom is None:
@@ -124,11 +133,7 @@ class Responder:
             sample = await custom.respond(sample, model, evaluation=evaluation)
         if self.out_of_time is not None and sample.status not in FINISHED:
             sample = self._cut_short(sample)
-        sample = await self.rollouter.with_hook(sample, evaluation=evaluation)
-        finished = sample.status in FINISHED and sample.reward is None
-        if finished and not self.grader.args.group_rm:
-            (sample,) = await self.grade([sample])
-        return sample
+        return await self.rollouter.with_hook(sample, evaluation=evaluation)
 
     async def respond_group(
         self, samples: Sequence[Sample], sampling: SamplingParams

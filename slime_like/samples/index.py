@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from slime_like.lazy import torch
-from slime_like.types import GREEDY_REWARD, OPTIONAL_TENSORS, Sample, SampleStatus
+from slime_like.types import FINISHED, GREEDY_REWARD, OPTIONAL_TENSORS, Sample, SampleStatus
 
 ROW = np.dtype(
     [
@@ -177,6 +177,12 @@ class RemoteSample:
 
 
 AnySample: TypeAlias = Sample | RemoteSample
+
+
+def awaits_reward(sample: AnySample) -> bool:
+    """Whether its response is whole, and it has no reward yet. Of one that could not be graded the
+    status says so."""
+    return sample.status in FINISHED and sample.reward is None
 
 
 def untrained(sample: AnySample) -> AnySample:

@@ -212,11 +212,11 @@ class RolloutManager:
 
     def _restart_episodes(self, buffer: GroupBuffer) -> str | None:
         """Sample groups again that a run with --fully-async has begun: this run would not know how
-        old they are. Returns a message if there are any."""
+        old they are; and those of another size. Returns a message if there are any."""
         begun = {
             group.group_id
             for group in buffer.waiting
-            if group.started is not None or len(group.samples) != buffer.n_samples
+            if group.started is not None or not buffer.fits(group.group_id, group.samples)
         }
         if not begun:
             return None
@@ -226,8 +226,8 @@ class RolloutManager:
             waiting[group.group_id] = buffer.empty_group(group.prompt) if is_begun else group
         buffer.waiting = list(waiting.values())
         return (
-            f"{len(begun)} groups that the checkpoint's run had begun are sampled again: "
-            "--fully-async would continue them"
+            f"{len(begun)} groups that the checkpoint's run had begun are sampled again: its run "
+            "had --fully-async, or another --n-samples-per-prompt"
         )
 
     def close(self) -> None:

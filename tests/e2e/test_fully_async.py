@@ -166,7 +166,7 @@ def test_a_run_without_a_pool_samples_its_episodes_again(
     plain = dict(async_rollout=None, fully_async=None, max_staleness=None, rollout_slice_len=None)
     plain |= dict(fully_async_single_samples=None)
     done = server.train(flags(work, tmp_path, **plain), tmp_path / "log2").ok()
-    assert "--fully-async would continue them" in done.out
+    assert "had --fully-async, or another --n-samples-per-prompt" in done.out
     for before in (range(2), range(2, ROLLOUTS)):  # parts of a group are sampled again with it
         ids = [s.sample_id for rollout in trained(tmp_path, before) for s in rollout]
         assert len(set(ids)) == len(ids) == 8 * len(before)

@@ -134,6 +134,19 @@ def test_groups_that_are_too_old_altogether_make_room_for_others(tmp_path: Path)
     assert max(trained_ages(found, 2)) <= 1
 
 
+def test_a_resumed_group_may_be_too_old_altogether(tmp_path: Path) -> None:
+    flags = ("--stale-tokens", "mask", "--max-staleness")
+    script = long_at()
+    first = pool(tmp_path, script, *flags, "6")
+    step(first, script, 0)
+    before = {group.group_id for group in first.pool.finished.values()}
+    data, rows = stored(first)
+    resumed = pool(tmp_path, script, *flags, "1")
+    resume(resumed, data, rows)
+    found = step(resumed, script, 4)
+    assert before and not before & set(ids(found)) and found.metrics["rollout/stale_groups"] > 0
+
+
 def test_dropped_groups_are_replaced_and_too_many_stop_the_run(tmp_path: Path) -> None:
     script = Script(lambda i: 3, lambda i: i % 2 if i // 2 % 2 else 1.0)
     c = pool(tmp_path, script, "--dynamic-sampling-filter-path", NONZERO)

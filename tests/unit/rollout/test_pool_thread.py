@@ -7,8 +7,9 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -85,7 +86,14 @@ class Tokens:
 class World:
     """Rollouts of 2 groups of 2 samples: group g has the samples 2g and 2g + 1."""
 
-    def __init__(self, folder: Path, engine: Tokens, *flags: str, custom: Any = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        engine: Tokens,
+        *flags: str,
+        custom: Any = None,
+        grades: Grades | None = None,
+    ) -> None:
         words = ("--rollout-batch-size", "2", "--n-samples-per-prompt", "2", "--num-rollout", "9")
         words += ("--rollout-max-response-len", str(LENGTH))
         words += ("--async-rollout", "--fully-async")
@@ -95,7 +103,11 @@ class World:
         self.engine = engine
         self.buffer = GroupBuffer(self.source, 2)
         rollouter = Rollouter(
-            cast(Any, engine), cast(Any, Grades()), Letters(), seed=3, custom_generate=custom
+            cast(Any, engine),
+            cast(Any, grades or Grades()),
+            Letters(),
+            seed=3,
+            custom_generate=custom,
         )
         self.collector = PoolCollector(
             pool_settings(config, 9),
@@ -120,8 +132,8 @@ class World:
 def open_world(tmp_path: Path) -> Iterator[Callable[..., World]]:
     worlds: list[World] = []
 
-    def make(engine: Tokens, *flags: str, custom: Any = None) -> World:
-        worlds.append(World(tmp_path, engine, *flags, custom=custom))
+    def make(engine: Tokens, *flags: str, **more: Any) -> World:
+        worlds.append(World(tmp_path, engine, *flags, **more))
         return worlds[-1]
 
     yield make
@@ -201,6 +213,43 @@ def test_a_resumed_pool_loses_no_sample_and_trains_on_none_twice(
     resumed.buffer.waiting = waiting_from_rows(rows, rank=0, num_holders=1)
     seen += [i for j in range(3, 9) for i in sample_ids(resumed.step(j))]
     assert sorted(seen) == list(range(36))
+
+
+class Ending(Tokens):
+    """Its slow responses end by themselves as the abort arrives."""
+
+    async def abort(self, sample_ids: Collection[int] | None = None) -> None:
+        self.release.set()
+
+
+class GroupGrades(Grades):
+    args = SimpleNamespace(group_rm=True)
+
+    def grade_groups(self, groups: Sequence[Sequence[Sample]]) -> list[list[Sample]]:
+        return [self.grade(group) for group in groups]
+
+
+@pytest.mark.parametrize("grades", [Grades(), GroupGrades()], ids=["samples", "group_rm"])
+def test_a_response_that_ends_in_a_pause_is_graded_after_the_resume(
+    open_world: Callable[..., World], grades: Grades
+) -> None:
+    """It is neither sampled again nor trained on without its reward."""
+    world = open_world(Ending(lambda i: i < 2), "--max-staleness", "4", grades=grades)
+    world.step(0)
+    world.collector.pause()
+    data, groups = world.collector.position()
+    (slow,) = [group for group in groups if group.group_id == 0]
+    assert [(s.response_length, s.reward) for s in slow.samples] == [(LENGTH, None)] * 2
+    rows = json.loads(json.dumps(waiting_to_rows(groups, [0] * 2 * len(groups)), allow_nan=False))
+    world.collector.close()
+    engine = Tokens()
+    resumed = open_world(engine, "--max-staleness", "4", grades=grades)
+    resumed.source.next_id = cast(int, data["next"])
+    resumed.buffer.waiting = waiting_from_rows(rows, rank=0, num_holders=1)
+    found = [resumed.step(j) for j in range(1, 5)]
+    assert not any(request.sample_id < 2 for request in engine.requests)
+    (group,) = [g for each in found for g in each.groups if g.group_id == 0]
+    assert [sample.reward for sample in group.samples] == [0.0, 1.0]
 
 
 def test_episodes_of_a_function_wait_with_their_requests(open_world: Callable[..., World]) -> None:
