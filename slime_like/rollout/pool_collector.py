@@ -38,6 +38,7 @@ from slime_like.rollout.episode_pool import EpisodePool, PoolSettings
 from slime_like.rollout.filters import DYNAMIC_FILTER, GroupFilters
 from slime_like.rollout.pool_thread import PoolThread
 from slime_like.rollout.rollouter import Rollouter
+from slime_like.rollout.shared_groups import held_by_rank_zero
 from slime_like.samples.exchange import refresh_index
 from slime_like.samples.groups import flatten, regroup
 from slime_like.samples.masking import mask_older
@@ -121,7 +122,7 @@ class PoolCollector(Collector):
         self._idle = IdleShare()
         self._ended_at: dict[tuple[int, int], float] = {}  # when finished groups ended, by key
         self._is_single = scheduling.fully_async_single_samples
-        self._drawn = list[PendingGroup]()  # before there is room for them
+        self._drawn = list[PendingGroup]()  # on all ranks, before there is room for them
         self._is_admitted = False  # the groups of a checkpoint are in the pool
 
     def advance(self, rollout_id: int, weight_version: int) -> None:
@@ -169,7 +170,8 @@ class PoolCollector(Collector):
         return self._thread.call(state)
 
     def _position(self, in_flight: Groups) -> tuple[Mapping[str, object], tuple[PendingGroup, ...]]:
-        groups = [*in_flight, *self.pool.finished.values(), *self._drawn, *self._buffer.waiting]
+        groups = [*in_flight, *self.pool.finished.values()]
+        groups += [*held_by_rank_zero(self._drawn), *self._buffer.waiting]
         stored = joined(groups, lambda group: group.started)
         return self._buffer.source.state_dict(), tuple(stored)
 
@@ -225,7 +227,7 @@ class PoolCollector(Collector):
                 f"{self.pool.settings.max_staleness}: they are sampled again",
             )
         self._drawn = [group.emptied() for group in rejected]
-        self._drawn += [group for group in stored if not is_begun(group)]
+        self._drawn += [group.emptied() for group in stored if not is_begun(group)]
         return list(self.pool.in_flight.values())
 
     def _stored_groups(self) -> list[PendingGroup]:

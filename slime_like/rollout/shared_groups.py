@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from slime_like.data.group_buffer import PendingGroup
-from slime_like.distributed.collectives import from_rank_zero
+from slime_like.distributed.collectives import from_rank_zero, is_rank_zero
 from slime_like.rollout.async_rollout import RolloutJson
 from slime_like.rollout.group_rows import groups_from_rows, groups_to_rows, waiting_to_rows
 from slime_like.rollout.rollouter import Rollouter
@@ -60,6 +60,15 @@ def gather_pending(groups: Groups, gather: Gather) -> list[PendingGroup]:
     """Like `gather_groups`, for pending groups."""
     gathered = gather_groups([group.sample_group for group in groups], gather)
     return [p.with_samples(g.samples) for p, g in zip(groups, gathered, strict=True)]
+
+
+def held_by_rank_zero(groups: Groups) -> list[PendingGroup]:
+    """Groups of which every rank holds all samples, because none has begun, as groups that rank 0
+    alone holds."""
+    if is_rank_zero() or not groups:
+        return list(groups)
+    held = groups_of_index(index_of_groups([group.sample_group for group in groups]))
+    return [p.with_samples(g.samples) for p, g in zip(groups, held, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -104,13 +104,18 @@ def test_killed_with_a_full_pool_it_is_the_run_that_was_not(
     check_same(straight, tmp_path)
 
 
+SINGLE = dict(fully_async_single_samples="", advantage_estimator="batch_mean")
+
+
 @pytest.mark.extended
+@pytest.mark.parametrize("unit", ["groups", "samples"])
 @pytest.mark.parametrize("mode", ["wait", "mask"])
 def test_two_ranks_stopped_and_resumed(
-    server: TrainServer, work: Workspace, tmp_path: Path, mode: str
+    server: TrainServer, work: Workspace, tmp_path: Path, mode: str, unit: str
 ) -> None:
     outs = [tmp_path / "straight", tmp_path / "stopped"]
     more = dict(stale_tokens=mode, max_staleness=2, rollout_slice_len=1)
+    more |= SINGLE if unit == "samples" else {}
     for out in outs:
         argv = flags(work, out, **more)
         if out is outs[1]:
@@ -127,9 +132,6 @@ def test_two_ranks_stopped_and_resumed(
     assert max(oldest) == 2
     masked = sum(row["rollout/stale_masked_tokens"] for row in rows_of(outs[0]))
     assert (masked > 0) == (mode == "mask")
-
-
-SINGLE = dict(fully_async_single_samples="", advantage_estimator="batch_mean")
 
 
 def test_single_samples_are_repeated_by_a_resume_and_by_their_record(
