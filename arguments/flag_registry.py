@@ -257,9 +257,11 @@ class FlagTable:
             if _has_words(n.removeprefix("--"), typed)
         }
 
-    def hint(self, name: str) -> str:
-        """Suggestion for an unknown flag, to follow "unknown flag; "."""
+    def hint(self, name: str, *, as_key: bool = False) -> str:
+        """Suggestion for an unknown flag, to follow "unknown flag; ". as_key: in the spelling of a
+        run file."""
         if (near := self.nearest(name)) is not None:
+            near = near.removeprefix("--").replace("-", "_") if as_key else near
             return f"did you mean {near}?"
         if (rejected := self.rejected_like(name)) and len(normalise(name)) > 4:
             flag, reason = next(iter(rejected.items()))

@@ -80,17 +80,24 @@ class LauncherParser(argparse.ArgumentParser):
 
         Raises:
             HelpRequested: For --help and --version.
+            ConfigError: For a run file without --config.
         """
         self.parsed = ParsedArgs()
         self._strict = True
         self._namespace, extras = self._parse(argv, argparse.Namespace())
         for word in extras:
             pair = hydra_pair(word)
-            if pair is None:
+            if is_run_file(word):
+                message = f"is not a flag; did you mean --config {word}?"
+                self.parsed.add_problem(word, None, message)
+            elif pair is None:
                 self.parsed.add_problem(word, None, "is not a flag; values follow their flag")
             else:
                 self.parsed.add_problem(*pair, f"unknown key; {self.table.hint(pair[0])}")
         self.parsed.check_turned_off()
+        forgotten = any(map(is_run_file, extras)) or "-config" in self.typed
+        if forgotten and "config" not in self.parsed.values:
+            raise ConfigError(self.parsed.problems)  # what the file has would seem missing
         return self.parsed
 
     def parse_known_args(  # type: ignore[override]
@@ -303,6 +310,10 @@ class LauncherParser(argparse.ArgumentParser):
             parsed.custom_argv += custom_argv(action, name, value)
         elif value is None or (value is False and self.table.rejection(name) is not None):
             pass  # switched off, which is the default
+        elif parsed.file is not None and not self._is_other(name):
+            place = parsed.file if line is None else f"{parsed.file}, line {line}"
+            hint = self.table.hint(name, as_key=True)
+            parsed.add_problem(f"{place}: {path or key}", None, f"unknown key; {hint}")
         else:
             self.apply_other(typed, value, parsed)
 
@@ -356,6 +367,11 @@ class LauncherParser(argparse.ArgumentParser):
                 message = f"required by {CUSTOM_ARGUMENTS}"
                 run_file.add_problem(action.option_strings[0], None, message)
         return {dest: getattr(namespace, dest) for dest in self._custom}
+
+
+def is_run_file(word: str) -> bool:
+    """Whether a word that belongs to no flag is a run file."""
+    return word.endswith((".yaml", ".yml"))
 
 
 CUSTOM_ARGUMENTS = "--custom-arguments-path"

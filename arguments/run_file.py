@@ -45,7 +45,7 @@ def read_run_file(path: str, parser: LauncherParser) -> ParsedArgs:
         content = {}
     if not isinstance(content, dict):
         raise ConfigError([Problem("--config", path, "must be a mapping, e.g. lr: 1e-6")])
-    parsed = ParsedArgs()
+    parsed = ParsedArgs(file=path)
     read_section(content, "", "", parser, parsed)
     if parsed.values.pop("config", None) is not None:
         parsed.add_problem(

@@ -31,6 +31,7 @@ class ParsedArgs:
     turned_off: dict[str, tuple[str, object]] = field(default_factory=dict)
     unset: set[str] = field(default_factory=set)  # set to null: the default overrides a run file
     lines: dict[str, int | None] = field(default_factory=dict)  # field name -> line in a run file
+    file: str | None = None  # the run file, for messages about its keys
     # flags of --custom-arguments-path in a run file, as command-line arguments
     custom_argv: list[str] = field(default_factory=list)
     custom: dict[str, object] = field(default_factory=dict)  # values of user-defined flags
@@ -140,7 +141,7 @@ def _scalar(flag: Flag, value: object) -> object:
     try:
         result = str(value) if flag.item is str else read_number(str(value), flag.item)
     except ValueError as error:
-        raise ValueError(f"must be {kind}{legal_values(flag)}") from error
+        raise ValueError(f"must be {kind}{legal_values(flag) if flag.choices else ''}") from error
     reason = VALUES_NOT_IMPLEMENTED.get(flag.dest, {}).get(str(result))
     if reason and flag.choices is not None and result not in flag.choices:
         raise ValueError(f"not implemented ({reason}){legal_values(flag)}")

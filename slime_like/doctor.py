@@ -46,7 +46,7 @@ class Dependency:
         if self.advice is not None:
             return self.advice
         if not self.module:
-            return "of the cluster's administrator"
+            return "ask the cluster's administrator"
         if self.required:
             return pip_install()
         extra = next((name for name, packages in EXTRAS.items() if self.package in packages), None)
@@ -56,6 +56,8 @@ class Dependency:
 # extras of pyproject.toml
 EXTRAS = {
     "tasks": ("reasoning-gym", "math-verify", "pyarrow", "matplotlib"),
+    "vision": ("pillow",),
+    "agents": ("gymnasium", "websockets"),
     "sglang": ("httpx", "sglang-router"),
     "server": ("fastapi", "uvicorn"),
     "gpu": ("transformer-engine",),
@@ -71,7 +73,7 @@ TOGETHER = {
     "transformer-engine": "2.20.2",
     "transformers": "5.19.0",
 }
-PORTS = {29500: "torchrun's meeting", 8000: "the server of the Tinker API", 30000: "SGLang"}
+PORTS = {29500: "torchrun's rendezvous", 8000: "the server of the Tinker API", 30000: "SGLang"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +128,16 @@ DEPENDENCIES = (
         "rollout engines that this environment starts",
         advice="in an environment of its own, as it needs other versions (--sglang-python)",
     ),
+    Dependency(
+        "vllm",
+        "vllm",
+        "vLLM servers that this environment starts",
+        advice="in an environment of its own, as it needs other versions (--vllm-python)",
+    ),
+    Dependency("PIL", "pillow", "images (--multimodal-keys)"),
     Dependency("sglang_router", "sglang-router", "one address for several engines"),
     Dependency("httpx", "httpx", "engines and rewards over HTTP"),
-    Dependency("reasoning_gym", "reasoning-gym", "tasks that are made on the fly"),
+    Dependency("reasoning_gym", "reasoning-gym", "generated tasks"),
     Dependency("gymnasium", "gymnasium", "--agent-environment gymnasium:<id>"),
     Dependency("math_verify", "math-verify", "--rm-type math"),
     Dependency("pyarrow", "pyarrow", "prompts in Parquet"),

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 from slime_like import slime_modules
 from slime_like.errors import RunError
 from slime_like.registry import registering_for
-from slime_like.text import clean
+from slime_like.text import clean, did_you_mean
 
 IMPORT_LIMIT_S = 60.0
 MODULE_LIMIT_S = 600.0  # generous: interrupting an import of torch half-way breaks it
@@ -59,6 +59,13 @@ def load_function(
             not callable.
     """
     file, colon, name = path.rpartition(":")
+    if not colon and path.endswith(".py"):
+        functions = _functions_of(_load(path, flag, path, limit_s))
+        example = functions[0] if len(functions) == 1 else "FUNCTION"
+        raise ValueError(
+            f"{flag} {path!r}: name the function after a colon: {path}:{example}; its functions: "
+            f"{', '.join(functions) or 'none'}"
+        )
     if not colon:
         file, _, name = path.rpartition(".")
     if not file or not name:
@@ -66,20 +73,27 @@ def load_function(
     module = _load(file, flag, path, limit_s)
     function = getattr(module, name, None)
     if function is None:
-        functions = sorted(
-            key
-            for key, value in vars(module).items()
-            if callable(value) and not key.startswith("_")
-        )
+        functions = _functions_of(module)
         raise ValueError(
-            f"{flag} {path!r}: {file!r} has no {name!r}; its functions: "
-            f"{', '.join(functions) or 'none'}"
+            f"{flag} {path!r}: {file!r} has no {name!r}{did_you_mean(name, functions)}; its "
+            f"functions: {', '.join(functions) or 'none'}"
         )
     if not callable(function):
         raise ValueError(
             f"{flag} {path!r}: {name!r} is a {type(function).__name__}, not a function"
         )
     return function if may_exit else _without_exit(function)
+
+
+def _functions_of(module: ModuleType) -> list[str]:
+    """Names of the functions and classes that a module defines itself."""
+    return sorted(
+        name
+        for name, value in vars(module).items()
+        if callable(value)
+        and not name.startswith("_")
+        and getattr(value, "__module__", None) == module.__name__
+    )
 
 
 def exit_called(error: SystemExit) -> ExitCalled:

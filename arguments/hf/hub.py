@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import os
 import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+
+import yaml
 
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 MODELS = ("model", "models")  # folders that people put models into
-FOLDERS = (*MODELS, "checkpoints", "ck", "data", "datasets", "output", "outputs")  # no owners
+# no owners
+FOLDERS = (*MODELS, "checkpoints", "ck", "data", "datasets", "output", "outputs", "sft")
 
 
 def download_hint(name: str, kind: str = "model") -> str:
-    """How to download a repository, to append to "no such folder"; empty if `name` looks like a
-    path that holds none.
+    """How to get what is missing, to append to "no such folder": the run file of the current
+    folder that exports it, or how to download a repository; empty if `name` looks like a path that
+    holds none.
 
     Args:
         kind: "model" or "dataset".
     """
+    if kind == "model" and (file := _writer_of(name)) is not None:
+        return f"; {file} writes it: run slime-like train --config {file} first"
     if _ID.fullmatch(name) is None or Path(name).suffix == ".jsonl":
         return ""
     owner, folder = name.split("/")
@@ -32,3 +40,23 @@ def download_hint(name: str, kind: str = "model") -> str:
         f"; if this is a {kind} of the Hugging Face Hub, download it first: "
         f"hf download {name}{option} --local-dir {name}"
     )
+
+
+def _writer_of(folder: str) -> str | None:
+    """A run file in the current folder whose save_hf is `folder`."""
+    for path in sorted(Path().glob("*.y*ml")):
+        try:
+            content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, yaml.YAMLError):
+            continue
+        if os.path.normpath(folder) in map(os.path.normpath, _exports(content)):
+            return path.name
+    return None
+
+
+def _exports(content: object) -> Iterator[str]:
+    """The values of save_hf, at any depth."""
+    for key, value in content.items() if isinstance(content, Mapping) else ():
+        if str(key).replace("-", "_") == "save_hf" and isinstance(value, str):
+            yield value
+        yield from _exports(value)

@@ -29,6 +29,11 @@ def check_input_folders(s: Settings) -> list[Problem]:
         first_of_several_runs = name == "load" and path == s.checkpoint.save
         if path is not None and not Path(path).is_dir() and not first_of_several_runs:
             problems += problem(name, path, f"no such folder{download_hint(path)}")
+    load = s.checkpoint.load
+    may_be_empty = load == s.checkpoint.save or s.checkpoint.ckpt_step is not None
+    if load is not None and not may_be_empty and Path(load).is_dir() and not has_model(load):
+        message = "holds neither checkpoints nor a Hugging Face model (config.json)"
+        problems += problem("load", load, message)
     ref = s.model.ref_load
     if ref is not None and Path(ref).is_dir() and not has_model(ref):
         problems += problem("ref_load", ref, NO_MODEL)

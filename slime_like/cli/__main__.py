@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import slime_like
+from slime_like.text import did_you_mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +86,15 @@ def parser(prog: str, commands: Mapping[str, Command]) -> argparse.ArgumentParse
 
 
 def dispatch(prog: str, commands: Mapping[str, Command], argv: list[str]) -> int:
-    """Run the subcommand that the first word names, with the others as its arguments. Returns its
-    exit status; raises SystemExit for --help and for an unknown command."""
+    """Run the subcommand that the first word names, with the others as its arguments; without any,
+    print the help. Returns its exit status; raises SystemExit for --help and an unknown command."""
     if "_ARGCOMPLETE" in os.environ:
         return complete(prog, commands)
+    if not argv:
+        parser(prog, commands).print_help()
+        return 2
+    if not argv[0].startswith("-") and argv[0] not in commands:
+        parser(prog, commands).error(f"{argv[0]}: no such command{did_you_mean(argv[0], commands)}")
     name = parser(prog, commands).parse_args(argv[:1]).command
     command = commands[name]
     if os.getcwd() not in sys.path:  # like python -m: --import-modules finds modules there

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from arguments.hf.hub import download_hint
+from slime_like.text import did_you_mean
 
 TEMPLATES = Path(__file__).parent / "starters"  # a folder a starter
 SHARED = TEMPLATES / "shared"
@@ -58,13 +59,25 @@ def parser() -> argparse.ArgumentParser:
         "folder", type=Path, nargs="?", help="folder to create; must not contain files"
     )
     result.add_argument(
-        "--starter", choices=STARTERS, default=DEFAULT, help=f"what to create (default {DEFAULT})"
+        "--starter",
+        type=_starter,
+        choices=STARTERS,
+        default=DEFAULT,
+        help=f"what to create (default {DEFAULT})",
     )
     result.add_argument("--list", action="store_true", help="list the starters, and create nothing")
     result.add_argument(
         "--hf-checkpoint", help="folder of a Hugging Face model; default: a tiny one is created"
     )
     return result
+
+
+def _starter(name: str) -> str:
+    if name not in STARTERS:
+        raise argparse.ArgumentTypeError(
+            f"no starter {name!r}{did_you_mean(name, STARTERS)}; there are {', '.join(STARTERS)}"
+        )
+    return name
 
 
 def write_project(folder: Path, hf_checkpoint: str | None, starter: str = DEFAULT) -> None:

@@ -172,7 +172,9 @@ def _time_and_cost(result: Preflight) -> Iterator[str]:
 
 
 def amount(value: float) -> str:
-    """Three digits, and all of a large number: "0.0123", "4.57", "12,346"."""
+    """Three digits, and all of a large number: "0.0123", "4.57", "12,346"; "less than 0.01"."""
+    if 0 < value < 0.01:
+        return "less than 0.01"
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 

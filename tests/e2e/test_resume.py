@@ -239,11 +239,10 @@ def test_what_cannot_be_loaded(
 ) -> None:
     empty = tmp_path / "empty"
     empty.mkdir()
-    error = server.train(flags(work, tmp_path, load=empty), tmp_path / "log").error()
-    assert (
-        error
-        == f"error: --load {empty}: holds neither checkpoints nor a Hugging Face model (config.json)"
-    )
+    done = server.train(flags(work, tmp_path, load=empty), tmp_path / "log")
+    message = "holds neither checkpoints nor a Hugging Face model (config.json)"
+    assert done.status == 2
+    assert f"--load (given: {str(empty)!r}): {message}" in done.err
     other = tmp_path / "other.jsonl"
     rows = [json.loads(line) for line in work.prompts.read_text().splitlines()]
     other.write_text("".join(json.dumps(row) + "\n" for row in rows[1:]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from arguments.parse import parse_args, parse_or_exit
 from arguments.translate.names import NAMES_ELSEWHERE
 from slime_like.config import ConfigError
 from slime_like.distributed.signals import LAUNCHER_STATUS_FILE
+from slime_like.import_utils import load_function
 from tests.unit.command_lines import complete
 
 
@@ -130,11 +132,16 @@ def test_no_yaml_in_other_files(tmp_path: Path, flag: str) -> None:
          "trainer.algoritm: unknown section; did you mean algorithm?"),
         ("optimiser: {weight_decay: 0.1}\n",
          "optimiser: unknown section; did you mean optimizer?"),
-        ("sapo: {tau_poss: 0.1}\n", "--sapo.tau_poss: unknown flag; did you mean --sapo-tau-pos?"),
+        ("sapo: {tau_poss: 0.1}\n",
+         "RUN_FILE, line 1: sapo.tau_poss: unknown key; did you mean sapo_tau_pos?"),
+        ("lr: 1.0e-3\nalgorithm:\n  policy_loss_typ: ppo\n",
+         "RUN_FILE, line 3: algorithm.policy_loss_typ: unknown key; did you mean policy_loss_type?"),
+        ("lr: 1e-6x\n", "--lr (given: '1e-6x'): must be a number"),
     ],
 )  # fmt: skip
 def test_sections_that_are_none(tmp_path: Path, text: str, message: str) -> None:
-    assert of_run_file(tmp_path, text) == message
+    found = of_run_file(tmp_path, text)
+    assert re.sub(r"\S+\.yaml", "RUN_FILE", found) == message
 
 
 def test_the_settings_of_a_misspelt_section_are_not_missing(tmp_path: Path) -> None:
@@ -182,3 +189,56 @@ def test_torchruns_own_report_is_announced(
                                     "it out.")  # fmt: skip
     monkeypatch.setenv(LAUNCHER_STATUS_FILE, "x")
     assert "torchrun" not in message()
+
+
+@pytest.mark.parametrize("words", [["run.yaml"], ["-config", "run.yaml"]])
+def test_a_run_file_without_its_flag(words: list[str]) -> None:
+    """Nothing is said to be missing: the run file has it."""
+    with pytest.raises(ConfigError) as caught:
+        parse_args(words, 1)
+    wanted = {
+        "run.yaml": "run.yaml: is not a flag; did you mean --config run.yaml?",
+        "-config": "-config: flags start with two dashes: --config",
+    }
+    assert str(caught.value) == f"1 problem in the configuration:\n  - {wanted[words[0]]}"
+
+
+def test_a_model_that_another_run_file_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in the starters that fine-tune first."""
+    monkeypatch.chdir(tmp_path)
+    argv = complete(tmp_path, "--hf-checkpoint", "sft/hf", without=("--hf-checkpoint",))
+    assert "hf download" not in problem_of(argv)
+    (tmp_path / "sft.yaml").write_text("checkpoint:\n  save-hf: ./sft/hf\n")
+    (tmp_path / "broken.yaml").write_text("a: [")
+    assert problem_of(argv).endswith(
+        "; sft.yaml writes it: run slime-like train --config sft.yaml first"
+    )
+
+
+def test_a_folder_to_load_without_a_checkpoint(tmp_path: Path) -> None:
+    """Found before the imports of a run."""
+    (tmp_path / "outputs").mkdir()
+    argv = complete(tmp_path, "--load", str(tmp_path / "outputs"))
+    assert problem_of(argv).endswith(
+        "holds neither checkpoints nor a Hugging Face model (config.json)"
+    )
+
+
+def test_the_functions_of_a_file_are_named(tmp_path: Path) -> None:
+    """Those that it defines; the name that was meant; and what a path without one lacks."""
+    file = tmp_path / "reward.py"
+    file.write_text(
+        "from typing import Any\nfrom json import dumps\ndef reward(args, sample): ...\n"
+    )
+    with pytest.raises(ValueError) as caught:
+        load_function(f"{file}:rewrad", "--custom-rm-path")
+    assert str(caught.value).endswith(
+        "has no 'rewrad'; did you mean reward?; its functions: reward"
+    )
+    with pytest.raises(ValueError) as caught:
+        load_function(str(file), "--custom-rm-path")
+    assert str(caught.value).endswith(
+        f"name the function after a colon: {file}:reward; its functions: reward"
+    )

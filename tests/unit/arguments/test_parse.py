@@ -402,7 +402,7 @@ def test_problems_of_run_file_command_line_and_rules_come_together(tmp_path: Pat
         )
     )
     assert [p.flag for p in found] == [
-        "--polcy-loss-type",
+        f"{file}, line 1: polcy_loss_type",
         "--release-train",
         "--num-layers",
         "--kl-loss-coef",

@@ -282,7 +282,7 @@ offload: false
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("polcy_loss_type: sapo", "did you mean --policy-loss-type?"),
+        ("polcy_loss_type: sapo", "did you mean policy_loss_type?"),
         ("algoritm: {kl_coef: 0}", "algoritm: unknown section; did you mean algorithm?"),
         ("lr: [1, 2]", "must be a number"),
         ("lr: true", "must be a number"),

@@ -26,6 +26,7 @@ from slime_like.cli.new import (
     next_steps,
     write_project,
 )
+from slime_like.cli.new import parser as new_parser
 from slime_like.metrics.logger import read_metrics
 from slime_like.report.read import read_run
 from slime_like.report.rollouts import read_samples
@@ -248,3 +249,15 @@ def test_a_project_trains_as_it_is(tmp_path: Path) -> None:
     assert len(found.details) == 20 * 512 and not found.problems
     fields = {"tokens", "advantage", "log_prob", "diff", "entropy", "versions"}
     assert all(fields <= details.keys() for details in found.details)
+
+
+def test_a_misspelt_command_or_starter(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Without a command the help is printed; a wrong one gets the nearest name."""
+    assert dispatch("slime-like", COMMANDS, []) == 2
+    assert "train a policy" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="2"):
+        dispatch("slime-like", COMMANDS, ["trian"])
+    assert "error: trian: no such command; did you mean train?" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        new_parser().parse_args([str(tmp_path / "x"), "--starter", "agnet"])
+    assert "no starter 'agnet'; did you mean agent?; there are grpo" in capsys.readouterr().err
