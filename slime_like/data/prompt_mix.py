@@ -149,17 +149,27 @@ class PromptMix(PromptStream):
         return sum(map(len, self.sources.values()))
 
     def check_enough(self, needed: int) -> None:
-        """Raise ValueError if the caps on epochs leave fewer prompts than `needed`."""
-        most = 0
-        for source in self.sources.values():
-            if source.settings.max_epochs is None:
-                return
-            most += len(source) * source.settings.max_epochs
-        if most < needed:
+        """Raise ValueError if the caps on epochs leave too few prompts for the rollouts in which
+        every source with a weight has one. needed: prompts of the run."""
+        sources = self.sources.values()
+        steps = sorted({step for source in sources for step in source.settings.weight})
+        ends = [*(step * self._batch for step in steps[1:]), needed]
+        drawn = 0
+        drawn_from = dict[str, int]()  # capped source -> its prompts
+        for step, end in zip(steps, ends, strict=True):
+            first = step * self._batch
+            weighted = [source for source in sources if source.settings.weight_at(step) > 0]
+            caps = {s.settings.name: s.settings.max_epochs for s in weighted}
+            if first < needed and None not in caps.values():
+                drawn += min(end, needed) - first
+                drawn_from |= {name: len(self.sources[name]) * (n or 0) for name, n in caps.items()}
+        most = sum(drawn_from.values())
+        if most < drawn:
             raise ValueError(
-                f"--prompt-data {self.name}: every source has max_epochs, and together they have "
-                f"{most} prompts; the run draws {needed} (--num-rollout times "
-                "--rollout-batch-size). Raise max_epochs, or leave it out for one source"
+                f"--prompt-data {self.name}: {drawn} of the run's {needed} prompts (--num-rollout "
+                f"times --rollout-batch-size) are of rollouts in which every source with a weight "
+                f"has max_epochs, and {', '.join(drawn_from)} have {most}. Raise max_epochs, or "
+                "leave it out for one source"
             )
 
     def next_prompts(self, n: int) -> list[Prompt]:

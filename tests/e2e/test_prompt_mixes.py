@@ -163,5 +163,5 @@ def test_too_few_epochs_are_one_error(server: TrainServer, work: Workspace, tmp_
     mix.write_text(f"sources: {{a: {{path: '{work.prompts}@[0:3]', max_epochs: 2}}}}")
     argv = work.flags(tmp_path / "out", prompt_data=mix)
     error = server.train(argv, tmp_path / "log").error()
-    assert "every source has max_epochs, and together they have 6 prompts" in error
-    assert "the run draws 8" in error
+    assert "every source with a weight has max_epochs" in error
+    assert "8 of the run's 8 prompts" in error

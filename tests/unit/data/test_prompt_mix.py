@@ -127,7 +127,9 @@ def test_a_source_leaves_after_its_epochs(mix_of):
 def test_no_source_left_is_one_error(mix_of):
     mix = mix_of(a=dict(rows=3, max_epochs=1), b=dict(rows=2, max_epochs=2))
     mix.check_enough(7)
-    with pytest.raises(ValueError, match="together they have 7 prompts; the run draws 8"):
+    with pytest.raises(
+        ValueError, match=r"8 of the run's 8 prompts .* and a, b have 7. Raise max_epochs"
+    ):
         mix.check_enough(8)
     mix.next_prompts(7)
     with pytest.raises(
@@ -136,6 +138,14 @@ def test_no_source_left_is_one_error(mix_of):
     ):
         mix.next_prompts(1)
     mix_of(a=dict(rows=3, max_epochs=1), b={}).check_enough(1000)
+
+
+def test_a_source_without_a_cap_counts_while_it_has_a_weight(mix_of):
+    """From rollout 3 on only `b` is drawn from, of which there are 8 rows."""
+    mix = mix_of(a=dict(weight={0: 1, 3: 0}), b=dict(rows=8, max_epochs=1))
+    mix.check_enough(3 * 4 + 8)
+    with pytest.raises(ValueError, match=r"9 of the run's 21 prompts .* and b have 8"):
+        mix.check_enough(3 * 4 + 9)
 
 
 def grade(mix, prompts, reward):
