@@ -129,6 +129,12 @@ def read_hf_model(folder: str, *, value_head: bool = False) -> HfModel:
     )
 
 
+def ties_embeddings(folder: str) -> bool:
+    """Whether output layer and embedding of a folder's model share a weight; families differ in
+    what a config.json without tie_word_embeddings means. Raises ConfigError as `read_hf_model`."""
+    return not read_hf_model(folder).gpt["untie_embeddings_and_output_weights"]
+
+
 def _read_config(folder: str) -> dict[str, Any]:
     path = Path(folder) / "config.json"
     if not path.is_file():

@@ -159,6 +159,9 @@ def translate_hydra(argv: Sequence[str], spellings: Container[str]) -> tuple[lis
             words.append(word)
             continue
         key, value = pair
+        if "${" in value:
+            notes.append(f"{NOT_TRANSLATED}{word}: it refers to another setting; write its value")
+            continue
         name = without_skyrl_prefix(normalise(f"--{key}"), ())
         if key in (REWARD_FILE, REWARD_NAME):
             reward[key] = value
@@ -167,17 +170,21 @@ def translate_hydra(argv: Sequence[str], spellings: Container[str]) -> tuple[lis
         ):
             notes.append(f"{NOT_TRANSLATED}{word}: verl uses it with use_kl_in_reward only")
         elif key in KEYS:
-            translated = _words(KEYS[key], value)
-            if translated is None:
-                notes.append(f"{NOT_TRANSLATED}{word}: {KEYS[key].flag} takes one value")
-            words += translated or []
+            try:
+                words += _words(KEYS[key], value)
+            except ValueError as error:
+                notes.append(f"{NOT_TRANSLATED}{word}: {KEYS[key].flag} {error}")
         elif "." not in key or name in spellings or name in _ALIASES or is_foreign(name):
             words.append(word)
         else:
             notes.append(NOT_TRANSLATED + word + _advice(key))
-    if reward:
+    file = reward.get(REWARD_FILE, "")
+    if file in ("", "null", "None"):
+        if REWARD_NAME in reward:
+            notes.append(f"{NOT_TRANSLATED}{REWARD_NAME}={reward[REWARD_NAME]}: without its file")
+    else:
         function = reward.get(REWARD_NAME, "compute_score")
-        words += ["--custom-rm-path", f"{reward.get(REWARD_FILE, 'FILE.py')}:{function}"]
+        words += ["--custom-rm-path", f"{file}:{function}"]
         notes.append(
             "--custom-rm-path: here a function takes (args, sample); verl's takes (data_source, "
             "solution_str, ground_truth, extra_info)"
@@ -196,9 +203,9 @@ def _without_program(argv: Sequence[str]) -> list[str]:
     return list(argv)
 
 
-def _words(key: Key, value: str) -> list[str] | None:
-    """Our words for a value of theirs, empty if it asks for nothing; None for a list where ours is
-    one value."""
+def _words(key: Key, value: str) -> list[str]:
+    """Our words for a value of theirs, empty if it asks for nothing. Raises ValueError for one that
+    ours does not take."""
     items = [value]
     if value.startswith("[") and value.endswith("]"):
         items = [item.strip().strip("'\"") for item in value[1:-1].split(",")]
@@ -208,7 +215,7 @@ def _words(key: Key, value: str) -> list[str] | None:
     if key.negated:
         return [] if read_switch(items[0]) else [key.flag]
     if len(items) > 1 and not key.several:
-        return None
+        raise ValueError("takes one value")
     if key.named:
         items = [word for i, item in enumerate(items, start=1) for word in (f"val{i}", item)]
     return [key.flag, *items]

@@ -31,6 +31,7 @@ from harbor.models.task.config import NetworkMode
 _SHARED = ("/usr", "/etc", "/bin", "/sbin", "/lib", "/lib64", "/lib32")
 _OWN = ("app", "tests", "logs/agent", "logs/verifier", "logs/artifacts", "solution", "root", "tmp")
 _FILES_S = 600
+MAX_BYTES = 64 * 2**20  # of a command's output, which comes from the policy; the rest is dropped
 _ENTER = """
 set -e
 mount --make-rprivate /
@@ -50,6 +51,29 @@ cd "$1"
 unset ROOT SHARED
 exec setpriv --inh-caps=-all --bounding-set=-all --no-new-privs bash -c "$2"
 """
+
+
+async def _exchange(process: asyncio.subprocess.Process, given: bytes) -> tuple[bytes, bytes]:
+    """Output and errors of a process, at most MAX_BYTES of each."""
+
+    async def feed(stream: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            stream.write(given)
+            await stream.drain()
+        stream.close()
+
+    async def read(stream: asyncio.StreamReader) -> bytes:
+        kept = bytearray()
+        while part := await stream.read(2**16):
+            kept += part[: MAX_BYTES - len(kept)]
+        return bytes(kept)
+
+    assert process.stdin and process.stdout and process.stderr
+    _, out, err = await asyncio.gather(
+        feed(process.stdin), read(process.stdout), read(process.stderr)
+    )
+    await process.wait()
+    return out, err
 
 
 class NamespaceEnvironment(BaseEnvironment):
@@ -137,7 +161,7 @@ class NamespaceEnvironment(BaseEnvironment):
             start_new_session=True,
         )
         try:
-            out, err = await asyncio.wait_for(process.communicate(given), timeout_sec)
+            out, err = await asyncio.wait_for(_exchange(process, given), timeout_sec)
         finally:
             with contextlib.suppress(
                 ProcessLookupError
@@ -151,6 +175,8 @@ class NamespaceEnvironment(BaseEnvironment):
         code, out, err = await self._run(command, given, "/", {}, _FILES_S)
         if code:
             raise RuntimeError(f"{command}: {err.decode(errors='replace').strip()}")
+        if len(out) == MAX_BYTES:
+            raise RuntimeError(f"{command}: more than {MAX_BYTES} bytes")
         return out
 
     async def upload_file(self, source_path: Path | str, target_path: str) -> None:

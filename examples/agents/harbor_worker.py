@@ -104,7 +104,9 @@ class ShellAgent(BaseAgent):
             return "the tool is shell, with the argument command"
         try:
             done = await environment.exec(command, timeout_sec=COMMAND_S)
-        except TimeoutError:
+        except (TimeoutError, RuntimeError) as error:  # Docker's environment raises the latter
+            if isinstance(error, RuntimeError) and "timed out" not in str(error):
+                raise
             return f"stopped after {COMMAND_S} s"
         said = f"{done.stdout or ''}{done.stderr or ''}"
         if len(said) > SHOWN:

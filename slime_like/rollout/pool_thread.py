@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import TimeoutError as LateError
 from dataclasses import replace
 
@@ -30,8 +30,8 @@ class PoolResponder(Responder):
         # by id, until `forget`; perhaps without the reward
         self.ended: dict[int, Sample] = {}
         self._requests = requests
-        self._grading = 0
-        self._graded = asyncio.Event()
+        self._at_work = 0  # rewards and hooks
+        self._is_idle = asyncio.Event()
 
     async def respond(
         self, sample: Sample, sampling: SamplingParams, *, evaluation: bool = False
@@ -45,19 +45,30 @@ class PoolResponder(Responder):
         """See `Responder`."""
         self.ended |= {sample.sample_id: sample for sample in samples}
         await self._requests.until_open()
-        self._grading += 1
-        try:
+        with self._working():
             return await super().grade(samples)
-        finally:
-            self._grading -= 1
-            if not self._grading:
-                self._graded.set()
 
-    async def until_graded(self) -> None:
-        """Wait until no reward is being computed."""
-        while self._grading:
-            self._graded.clear()
-            await self._graded.wait()
+    async def with_hook(self, sample: Sample, *, evaluation: bool) -> Sample:
+        """See `Responder`. A checkpoint waits for it: the sample is neither a request now nor
+        among the ended ones."""
+        with self._working():
+            return await super().with_hook(sample, evaluation=evaluation)
+
+    @contextlib.contextmanager
+    def _working(self) -> Iterator[None]:
+        self._at_work += 1
+        try:
+            yield
+        finally:
+            self._at_work -= 1
+            if not self._at_work:
+                self._is_idle.set()
+
+    async def until_idle(self) -> None:
+        """Wait until no reward is being computed, and no hook runs."""
+        while self._at_work:
+            self._is_idle.clear()
+            await self._is_idle.wait()
 
     def current(self, group: PendingGroup) -> PendingGroup:
         """The group with the tokens that its unfinished samples have so far. What a user function
@@ -129,7 +140,8 @@ class PoolThread:
         async def pause() -> None:
             self._paused = True
             await self._requests.pause()
-            await self.responder.until_graded()
+            await asyncio.sleep(0)  # requests that have just ended come to their hooks
+            await self.responder.until_idle()
 
         self.call(pause)
 

@@ -133,6 +133,10 @@ class Responder:
             sample = await custom.respond(sample, model, evaluation=evaluation)
         if self.out_of_time is not None and sample.status not in FINISHED:
             sample = self._cut_short(sample)
+        return await self.with_hook(sample, evaluation=evaluation)
+
+    async def with_hook(self, sample: Sample, *, evaluation: bool) -> Sample:
+        """The sample as --rollout-sample-hook-path changes it."""
         return await self.rollouter.with_hook(sample, evaluation=evaluation)
 
     async def respond_group(

@@ -28,7 +28,7 @@ from slime_like.origin_check import OriginCheck
 from slime_like.tinker import codec
 from slime_like.tinker.access import KeyRing
 from slime_like.tinker.app import make_app
-from slime_like.tinker.base_model import BaseModel
+from slime_like.tinker.base_model import NO_UNMERGED, NO_WHOLE, BaseModel
 from slime_like.tinker.data import DataLimits
 from slime_like.tinker.errors import Failed
 from slime_like.tinker.fingerprint import fingerprint_of
@@ -60,14 +60,6 @@ WITHOUT_MLP = "set train_mlp=False, or serve with --lora-sync merged"
 EXPERTS = (
     "with --lora-sync adapter for a mixture of experts, to which engines apply no adapters: "
     f"{WITHOUT_MLP}"
-)
-NO_UNMERGED = (
-    "beside the base model, which SGLang servers are not started for: serve with --lora-sync "
-    "adapter, or save it again from the model's state"
-)
-NO_WHOLE = (
-    "SGLang servers keep the base model with --lora-sync adapter, and are not sampled from with "
-    "whole weights: train an adapter (rank above 0), or serve with --lora-sync merged"
 )
 DEFAULT_CONTEXT = 2**17  # for models without a context length in their config
 

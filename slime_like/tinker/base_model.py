@@ -8,6 +8,15 @@ from dataclasses import dataclass, field
 from slime_like.tinker import schemas
 from slime_like.tinker.errors import Refused
 
+NO_UNMERGED = (
+    "beside the base model, which SGLang servers are not started for: serve with --lora-sync "
+    "adapter, or save it again from the model's state"
+)
+NO_WHOLE = (
+    "SGLang servers keep the base model with --lora-sync adapter, and are not sampled from with "
+    "whole weights: train an adapter (rank above 0), or serve with --lora-sync merged"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class BaseModel:
@@ -55,19 +64,22 @@ def adapter_of(
     return settings
 
 
-def check_served(lora: Mapping[str, object] | None, role: str, base: BaseModel) -> None:
-    """Raise Refused for the adapter of a policy that samplers cannot serve."""
+def check_served(
+    lora: Mapping[str, object] | None, role: str, base: BaseModel, *, adapter: bool = True
+) -> None:
+    """Raise Refused for the adapter of a policy that samplers cannot serve. adapter: False for
+    weights that it is merged into."""
     if lora is None or role == "critic":
         return
     rank = lora["rank"]
     assert isinstance(rank, int)
-    if base.max_rank is not None and rank > base.max_rank:
+    if adapter and base.max_rank is not None and rank > base.max_rank:
         raise Refused(
             f"lora_config.rank {rank} is above {base.max_rank}, the largest that the SGLang "
             "servers take (--max-adapter-rank)"
         )
     for name, reason in base.unserved.items():
-        if lora[name]:
+        if lora[name] and (adapter or name == "train_unembed"):
             raise Refused(f"{name} is not supported {reason}")
 
 

@@ -4,7 +4,6 @@ the requests."""
 from __future__ import annotations
 
 import hashlib
-import json
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from arguments.hf.model import read_hf_model
+from arguments.hf.model import read_hf_model, ties_embeddings
 from arguments.hf.peft_adapter import ADAPTER_WEIGHTS, PeftAdapter, read_adapter_config
 from arguments.schema import ModelConfig
 from slime_like.distributed.collectives import gather, together
@@ -322,11 +321,9 @@ def seed_of(seed: int, sample: int) -> int:
 def is_tied(folder: str) -> bool:
     """Whether output layer and embedding share a weight, which is not the case after training an
     adapter on the output layer. Raises ValueError if the folder is gone."""
-    try:
-        config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"the snapshot {folder} is gone") from error
-    return bool(config.get("tie_word_embeddings", False))
+    if not (Path(folder) / "config.json").is_file():
+        raise ValueError(f"the snapshot {folder} is gone")
+    return ties_embeddings(folder)
 
 
 def weights_in(folder: str) -> Iterator[tuple[str, Tensor]]:

@@ -338,7 +338,7 @@ class Service:
                     raise Refused(f"checkpoint {source} is an adapter {self.base.no_unmerged}")
                 if not adapter and self.base.no_whole:
                     raise Refused(f"checkpoint {source} is a whole model: {self.base.no_whole}")
-                check_served(checkpoint.lora, checkpoint.role, self.base)
+                check_served(checkpoint.lora, checkpoint.role, self.base, adapter=adapter)
                 folder = checkpoint.folder
         except Refused as error:
             raise HttpError(422, str(error)) from error

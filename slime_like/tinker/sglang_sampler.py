@@ -29,6 +29,7 @@ from slime_like.servers.requests import RequestSettings
 from slime_like.servers.server_pool import ServerPool
 from slime_like.servers.weight_spec import checkpoint_shapes
 from slime_like.sglang.protocol import read_scores, scoring_body
+from slime_like.tinker.base_model import NO_UNMERGED, NO_WHOLE
 from slime_like.tinker.errors import Refused
 from slime_like.tinker.sampler import PromptSamples, SampleCommand, is_tied, plain_output, with_nan
 from slime_like.tinker.sglang_adapters import ServedAdapters
@@ -92,8 +93,11 @@ class SglangSampler:
             raise Refused(NO_MASK)
         if command.seeded and not self.deterministic:
             raise Refused(NO_SEED)
-        if self._engine.takes_adapter:
-            assert folder == self._base, "whole weights are refused when they are saved"
+        # the session may be of a server that was started with another --lora-sync
+        if self._engine.takes_adapter and folder != self._base:
+            raise Refused(f"this sampling session has a whole model: {NO_WHOLE}")
+        if not self._engine.takes_adapter and any(command.adapters):
+            raise Refused(f"this sampling session has an adapter {NO_UNMERGED}")
         self._load(folder)
         return on_rank_zero(lambda: self._sample_with_adapters(command)) or []
 
@@ -128,7 +132,7 @@ class SglangSampler:
         used = sorted(set(command.adapters) - {""})
         if not used:
             return self._sample(command)
-        assert self._adapters is not None, "adapters are exported for servers that take them"
+        assert self._adapters is not None, "refused before"
         for attempt in range(1, ATTEMPTS + 1):
             names = {"": "", **self._adapters.hold(used)}
             try:

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from arguments.schema import CheckpointConfig, DebugConfig
+from slime_like.agents.outputs import FOLDER as AGENT_OUTPUT
 from slime_like.checkpoints.files import writes_to
 from slime_like.images.recorded import IMAGES, image_path
 from slime_like.logs import ERROR_FILE, LOG_FILE
@@ -27,10 +28,15 @@ from slime_like.report.read import CERTIFICATES, PROFILE, STACKS
 
 PREFIX = "earlier-"
 UNFINISHED = ".unfinished"  # end of the folder's name while files are moved into it
-# what the run that starts has not written when its checkpoint has been loaded
-WRITTEN_LATER = (CERTIFICATES, "tensorboard", "report.html", "report.png")
+# By patterns, because a folder of the user may have one of these names. First what the run that
+# starts has not written when its checkpoint has been loaded.
+WRITTEN_LATER = (
+    *(f"{CERTIFICATES}/rollout_*.json", "tensorboard/**/events.out.tfevents.*"),
+    *("report.html", "report.png"),
+)
 RUN_FILES = (
-    *(STACKS, TIMELINE, PROFILE, "engines", "agent_output"),
+    *(f"{STACKS}/rank*", f"{TIMELINE}/rank*.jsonl", f"{PROFILE}/*rank[0-9]*"),
+    *("engines/*.log", f"{AGENT_OUTPUT}/sample_*.txt", f"{AGENT_OUTPUT}/evaluation_*.txt"),
     *WRITTEN_LATER,
     *(ERROR_FILE, LOG_FILE, IDS_FILE, "run.json"),
 )
@@ -63,18 +69,16 @@ def set_aside_earlier_run(debug: DebugConfig, folder: Path, *, begun: bool = Fal
     """
     unfinished = sorted(folder.glob(f"{PREFIX}*{UNFINISHED}"))
     metrics = folder / METRICS_FILE
-    has_metrics = metrics.is_file() and metrics.stat().st_size > 0
     recorded = _recorded(debug, folder)
-    if not (has_metrics or recorded or unfinished):
+    if not (_has_metrics(folder) or recorded or unfinished):
         return
     with writes_to("--output-dir", folder):
         place = unfinished[0] if unfinished else _new_place(folder)
-        names = WRITTEN_LATER if begun else RUN_FILES
-        for path in [*recorded, *(folder / name for name in names), metrics]:
-            if path.exists() or path.is_symlink():
-                target = place / path.relative_to(folder)
-                target.parent.mkdir(parents=True, exist_ok=True)
-                os.rename(path, target)
+        patterns = WRITTEN_LATER if begun else RUN_FILES
+        written = [path for each in patterns for path in sorted(folder.glob(each))]
+        for path in [*recorded, *written, metrics]:
+            if path.is_file() or path.is_symlink():
+                _move(path, folder, place)
         final = place.with_name(place.name.removesuffix(UNFINISHED))
         os.rename(place, final)
     logger.info(
@@ -83,18 +87,48 @@ def set_aside_earlier_run(debug: DebugConfig, folder: Path, *, begun: bool = Fal
     )
 
 
-def put_back_interrupted_move(folder: Path) -> None:
-    """Undo a move that a kill interrupted, for a run that resumes the one whose files it moved."""
+def put_back(folder: Path, load: str | None) -> None:
+    """Undo a move, for a run that resumes the one whose files it moved: one that a kill
+    interrupted, or that of a run that was started without --load and ended before its first
+    metrics.
+
+    Args:
+        folder: --output-dir.
+        load: The checkpoints' folder.
+    """
     with writes_to("--output-dir", folder):
-        for place in folder.glob(f"{PREFIX}*{UNFINISHED}"):
+        places = sorted(folder.glob(f"{PREFIX}*{UNFINISHED}"))
+        if not places and not _has_metrics(folder):
+            places = sorted(place for place in folder.glob(f"{PREFIX}*") if _saved(place, load))
+            places = places[-1:]
+        for place in places:
             moved = list(place.rglob("*"))
             for path in moved:
-                if not path.is_dir():
-                    target = folder / path.relative_to(place)
-                    target.parent.mkdir(parents=True, exist_ok=True)
-                    os.rename(path, target)
-            for path in sorted([place, *filter(Path.is_dir, moved)], reverse=True):
+                if path.is_symlink() or not path.is_dir():
+                    _move(path, place, folder)
+            folders = [path for path in moved if path.is_dir() and not path.is_symlink()]
+            for path in sorted([place, *folders], reverse=True):
                 path.rmdir()
+
+
+def _move(path: Path, source: Path, target: Path) -> None:
+    """Move a file to the same place below another folder."""
+    path_there = target / path.relative_to(source)
+    path_there.parent.mkdir(parents=True, exist_ok=True)
+    os.rename(path, path_there)
+
+
+def _has_metrics(folder: Path) -> bool:
+    metrics = folder / METRICS_FILE
+    return metrics.is_file() and metrics.stat().st_size > 0
+
+
+def _saved(place: Path, load: str | None) -> bool:
+    """Whether the run of these files saved the checkpoints that are loaded."""
+    save = _setting_of_run(place, "--save")
+    if save is None or load is None or not _has_metrics(place):
+        return False
+    return os.path.realpath(save) == os.path.realpath(load)
 
 
 def _new_place(folder: Path) -> Path:
@@ -110,22 +144,24 @@ def _new_place(folder: Path) -> Path:
 
 
 def _recorded(debug: DebugConfig, folder: Path) -> list[Path]:
-    """Recorded rollouts below `folder` of the earlier run and where the new one will record, except
-    those that the new one reads."""
-    templates = {_template_of_earlier(folder), debug.save_debug_rollout_data}
+    """Recorded rollouts below `folder` of the earlier run and where the new one will record. None
+    if the new one reads rollouts from there, which may be any of them."""
     reads = debug.load_debug_rollout_data
-    kept = set() if reads is None else set(_files(reads, folder))
+    if reads is not None and Path(os.path.realpath(reads)).is_relative_to(os.path.realpath(folder)):
+        return []
+    earlier = _setting_of_run(folder, "--save-debug-rollout-data")
+    templates = {earlier, debug.save_debug_rollout_data}
     found = {path for template in templates if template for path in _files(template, folder)}
-    return sorted(found - kept)
+    return sorted(found)
 
 
-def _template_of_earlier(folder: Path) -> str | None:
+def _setting_of_run(folder: Path, flag: str) -> str | None:
+    """A flag of the run that wrote the folder."""
     try:
-        record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-        template = record["config"]["--save-debug-rollout-data"]
+        value = json.loads((folder / "run.json").read_text(encoding="utf-8"))["config"][flag]
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return template if isinstance(template, str) else None
+    return value if isinstance(value, str) else None
 
 
 def _files(template: str, folder: Path) -> Iterator[Path]:

@@ -352,7 +352,7 @@ def shared_output_dir(config: RunConfig) -> Path:
         folder = config.logging.output_dir or resumed_output_dir(config)
         folder = folder or f"outputs/{time.strftime('%Y%m%d-%H%M%S')}"
         if earlier_run.resumes(config.checkpoint):
-            earlier_run.put_back_interrupted_move(Path(folder))
+            earlier_run.put_back(Path(folder), config.checkpoint.load)
         else:
             earlier_run.set_aside_earlier_run(config.debug, Path(folder))
         return folder

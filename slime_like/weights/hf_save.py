@@ -14,6 +14,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch import Tensor
 
+from arguments.hf.model import ties_embeddings
 from slime_like.checkpoints.files import read_json, remove_folder, sync_path
 from slime_like.data.tokenizer import VOCABULARY_FILES
 from slime_like.distributed.collectives import from_rank_zero, gather, is_rank_zero, together
@@ -225,8 +226,11 @@ def finish_folder(
             # the key in transformers 4 and 5
             part["torch_dtype" if "torch_dtype" in part else "dtype"] = dtype
             part.pop("quantization_config", None)
-        if untied_head and part.get("tie_word_embeddings"):
-            part["tie_word_embeddings"] = False
+    # also where the key is absent, which for some families means that they are tied
+    if untied_head and ties_embeddings(str(source)):
+        for part in (config, config.get("text_config")):
+            if part is not None:
+                part["tie_word_embeddings"] = False
     if quantization is not None:
         config["quantization_config"] = dict(quantization)
     if value_task is not None:

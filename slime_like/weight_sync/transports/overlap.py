@@ -8,6 +8,7 @@ the one being made, which waits for the end of the other.
 from __future__ import annotations
 
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -102,6 +103,7 @@ def send_while_made(
         try:
             send(handover)
         except BaseException as error:
+            traceback.clear_frames(error.__traceback__)  # they keep the bucket that was sent
             errors.append(error)
         finally:
             handover.sender_ends()
@@ -109,7 +111,9 @@ def send_while_made(
     sending = threading.Thread(target=run, name="weight-sending", daemon=True)
     sending.start()
     try:
-        while (bucket := next(buckets, None)) is not None and handover.put(bucket):
+        taken = True
+        while taken and (bucket := next(buckets, None)) is not None:
+            taken = handover.put(bucket)
             del bucket  # it is the sending thread's: freed when it is sent
         handover.end()
         sending.join()

@@ -187,3 +187,20 @@ def test_every_translated_key_is_a_flag_and_hinted_by_train(tmp_path: Path) -> N
     for name, key in hydra.KEYS.items():
         assert not table.spellings[key.flag].flag.rejection
         assert table.nearest(name) == key.flag
+
+
+@pytest.mark.parametrize(
+    ("theirs", "note"),
+    [
+        ("algorithm.norm_adv_by_std_in_grpo=null", "must be true or false"),
+        ("custom_reward_function.path=null", ""),
+        ("custom_reward_function.name=score", "without its file"),
+        (
+            "trainer.default_local_dir=checkpoints/${trainer.project_name}",
+            "refers to another setting",
+        ),
+    ],
+)
+def test_values_without_a_meaning_here(theirs: str, note: str) -> None:
+    words, notes = hydra.translate_hydra(theirs.split(), ())
+    assert words == [] and (note in notes[0] if note else not notes)

@@ -8,6 +8,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -93,6 +94,7 @@ class World:
         *flags: str,
         custom: Any = None,
         grades: Grades | None = None,
+        hook: Any = None,
     ) -> None:
         words = ("--rollout-batch-size", "2", "--n-samples-per-prompt", "2", "--num-rollout", "9")
         words += ("--rollout-max-response-len", str(LENGTH))
@@ -108,6 +110,7 @@ class World:
             Letters(),
             seed=3,
             custom_generate=custom,
+            sample_hook=hook,
         )
         self.collector = PoolCollector(
             pool_settings(config, 9),
@@ -250,6 +253,28 @@ def test_a_response_that_ends_in_a_pause_is_graded_after_the_resume(
     assert not any(request.sample_id < 2 for request in engine.requests)
     (group,) = [g for each in found for g in each.groups if g.group_id == 0]
     assert [sample.reward for sample in group.samples] == [0.0, 1.0]
+
+
+def test_a_checkpoint_waits_for_the_hooks_of_samples(open_world: Callable[..., World]) -> None:
+    """In a hook a sample is no request, and has not ended."""
+    begun = threading.Event()
+
+    async def hook(sample: Sample, *more: Any) -> Sample:
+        if sample.sample_id == 0:
+            begun.set()
+            await asyncio.sleep(0.3)
+        return replace(sample, metadata={"hook": True})
+
+    world = open_world(Tokens(), "--max-staleness", "4", hook=hook)
+    world.collector.advance(0, 1)
+    collecting = threading.Thread(target=world.collector.collect, args=(0,))
+    collecting.start()
+    assert begun.wait(60)
+    collecting.join()  # of other groups
+    world.collector.pause()
+    _, groups = world.collector.position()
+    stored = [s for group in groups for s in complete(group.samples) if s.sample_id == 0]
+    assert [(s.response_length, s.metadata) for s in stored] == [(LENGTH, {"hook": True})]
 
 
 def test_episodes_of_a_function_wait_with_their_requests(open_world: Callable[..., World]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import os
 import re
@@ -21,7 +22,10 @@ from slime_like.trainer.launch import shared_output_dir
 from tests.unit.command_lines import complete
 from tests.unit.report.runs import write_run
 
-USERS = ("notes.txt", "rollouts/mine.csv", "ck/iter_0000001/x.json", "hf/config.json", "mlflow.db")
+USERS = (
+    *("engines/__init__.py", "certificates/ca.pem", "profile/me.txt"),
+    *("notes.txt", "rollouts/mine.csv", "ck/iter_0000001/x.json", "hf/config.json", "mlflow.db"),
+)
 
 
 @pytest.fixture
@@ -128,6 +132,31 @@ def test_rollouts_that_the_new_run_reads_stay(out: Path) -> None:
     assert not (out / "metrics.jsonl").exists()
 
 
+@pytest.mark.parametrize("way", ["file", "link"])
+def test_they_stay_however_they_are_named(out: Path, way: str) -> None:
+    template = str(out / "rollouts/1.json")
+    if way == "link":
+        (out.parent / "link").symlink_to(out)
+        template = str(out.parent / "link/rollouts/{rollout_id}")
+    shared_output_dir(config(out, "--load-debug-rollout-data", template, "--debug-train-only"))
+    assert (out / "rollouts/1.json").is_file() and not (out / "metrics.jsonl").exists()
+
+
+def test_a_start_without_load_costs_a_resumed_run_nothing(out: Path) -> None:
+    """It was stopped before its first metrics, and the right command is given next."""
+    (out / "ck/latest_checkpointed_iteration.txt").write_text("1")
+    (out / "run.json").write_text(json.dumps({"config": {"--save": str(out / "ck")}}))
+    before = files(out)
+    shared_output_dir(config(out))
+    (out / "run.json").write_text("{}")
+    (out / "metrics.jsonl").touch()
+    assert len(list(out.glob("earlier-*"))) == 1
+    earlier_run.put_back(out, str(out / "hf"))
+    assert files(out) != before, "another run's"
+    shared_output_dir(config(out, "--load", str(out / "ck")))
+    assert files(out) == before and (out / "metrics.jsonl").stat().st_size > 0
+
+
 def test_a_kill_in_the_middle(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whenever it comes, the next start completes the move; a run that resumes takes it back."""
     before = files(out)
@@ -158,7 +187,7 @@ def test_a_kill_in_the_middle(out: Path, monkeypatch: pytest.MonkeyPatch) -> Non
                     assert moves > 15, "as many files and folders of the run"
                     return
             if resumes:
-                earlier_run.put_back_interrupted_move(out)
+                earlier_run.put_back(out, None)
                 assert files(out) == before and not list(out.glob("earlier-*"))
                 continue
             shared_output_dir(run)

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
+from scripts.make_tiny_model import make_tiny_model
 from slime_like.cli.tiny_model import make_tokenizer
+from slime_like.tinker.sampler import is_tied
 from slime_like.weights.hf_save import finish_folder
 
 CODE = '''
@@ -129,3 +131,18 @@ def test_templates_of_the_export_are_there(tmp_path: Path) -> None:
     found = load(tmp_path / "saved")
     assert isinstance(found, PreTrainedTokenizerFast)
     assert set(found.chat_template) == {"default", "tool_use", "rag"}
+
+
+def test_an_output_layer_of_its_own_is_told_of_families_that_tie_by_default(tmp_path: Path) -> None:
+    """Published files of Gemma have no tie_word_embeddings: transformers would drop the layer."""
+    source = tmp_path / "source"
+    make_tiny_model("Gemma3ForCausalLM", source)
+    config = json.loads((source / "config.json").read_text())
+    config.pop("tie_word_embeddings", None)
+    (source / "config.json").write_text(json.dumps(config))
+    assert is_tied(str(source))
+    made = tmp_path / "made"
+    made.mkdir()
+    finish_folder(made, tmp_path / "saved", source, dtype=None, untied_head=True)
+    assert not is_tied(str(tmp_path / "saved"))
+    assert AutoConfig.from_pretrained(tmp_path / "saved").tie_word_embeddings is False

@@ -86,9 +86,11 @@ def test_an_error_of_the_sender_ends_the_making() -> None:
         raise ConnectionError("server 1 is gone")
 
     stream = iter(making)
-    with pytest.raises(ConnectionError, match="server 1 is gone"):
+    with pytest.raises(ConnectionError, match="server 1 is gone") as caught:
         send_while_made(stream, send)
     assert threads_now() == []
+    # its error, which is handled now, keeps none of those that were sent or made
+    assert caught.value is not None and making.now() == 1, "that which the generator holds"
     # what is left stays, because the ranks' collectives go on to its end
     assert [number_of(bucket) for bucket in stream] == [3, 4, 5]
 
