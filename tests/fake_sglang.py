@@ -378,7 +378,7 @@ class FakeServer:
         limit = timedelta(seconds=30)
         address, port = body["master_address"], body["master_port"]
         store = dist.TCPStore(address, port, world, is_master=False, timeout=limit)
-        is_nccl = body["backend"] == "nccl"
+        is_nccl = body.get("backend") == "nccl"  # vLLM is not told
         for prefix in (name, f"{name}/", "cuda/" if is_nccl else "cpu/"):
             store = dist.PrefixStore(prefix, store)
         if is_nccl:

@@ -101,7 +101,7 @@ def test_every_command_is_there(command: Command) -> None:
 
 def test_wrong_command_lines() -> None:
     done = run("trian")
-    assert done.returncode == 2 and "'train'" in done.stderr and "'doctor'" in done.stderr
+    assert done.returncode == 2 and "did you mean train?" in done.stderr
     done = run("preflight", "--tensor-model-parallel-size", "3")
     assert done.returncode == 2 and "--hf-checkpoint" in done.stderr
 
@@ -214,7 +214,7 @@ def test_starters_are_listed_and_have_folders() -> None:
     assert [line.split()[0] for line in done.stdout.splitlines()] == [*STARTERS]
     assert {path.name for path in TEMPLATES.iterdir()} == {*STARTERS, SHARED.name}
     assert run("new").returncode == 2
-    assert "'lora'" in run("new", "x", "--starter", "lorra").stderr
+    assert "did you mean lora?" in run("new", "x", "--starter", "lorra").stderr
 
 
 @pytest.mark.extended

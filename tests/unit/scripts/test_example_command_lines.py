@@ -42,7 +42,8 @@ FIRST_RUNS = ROOT / "docs/en/first_runs.md"
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _COMMAND = re.compile(r"^(?:python|torchrun --nproc-per-node (\d)) train\.py (.+)$", re.MULTILINE)
 _SERVER = re.compile(
-    r"^(?:python|torchrun --nproc-per-node (\d)) -m slime_like\.tinker (.+)$", re.MULTILINE
+    r"^(?:(?:python|torchrun --nproc-per-node (\d)) -m slime_like\.tinker|slime-like serve) (.+)$",
+    re.MULTILINE,
 )
 _SCRIPT = re.compile(
     r"(?:python|\.venv-cookbook/bin/python) ((?:scripts|examples)/[\w/]+\.py)\b([^`\n#]*)"
@@ -72,6 +73,11 @@ def demo_files(folder: Path, demo: str = "outputs/demo-sapo-tp2") -> None:
         json.dumps({**SEEING, "max_position_embeddings": 4096})
     )
     (folder / "train.parquet").touch()
+    (folder / "data/gsm8k").mkdir(parents=True)
+    for name in ("train", "test"):
+        (folder / f"data/gsm8k/{name}.jsonl").write_text(
+            '{"question": "1 + 1?", "answer": "#### 2"}\n'
+        )
     model = folder / demo / "sft/hf"
     model.mkdir(parents=True)
     (model / "config.json").write_bytes((Path(files["hf"]) / "config.json").read_bytes())
