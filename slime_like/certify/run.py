@@ -113,8 +113,8 @@ class Certifier:
             if certificate.holds:
                 names = list(dict.fromkeys(["trainer", "transformers", *found[0], *found[1]]))
                 agreed = f"{', '.join(names[:-1])} and {names[-1]}"
-                rest = f"; states not compared: {len(certificate.skipped)}"
-                rest = rest if certificate.skipped else ""
+                skipped = len(certificate.skipped)
+                rest = f"; states not compared: {skipped}" if skipped else ""
                 logger.info(f"certificate {path}: {agreed} agree{rest}")
             return replace(certificate, weights={})
 

@@ -50,14 +50,15 @@ class PendingGroup:
         """A copy with these samples."""
         return replace(self, samples=tuple(samples))
 
-    def apart(self) -> list[PendingGroup]:
-        """Each sample alone."""
-        return [self.with_samples([sample]) for sample in self.samples]
-
     def emptied(self) -> PendingGroup:
         """The same samples, not begun."""
         samples = (Sample.empty(self.prompt, sample.sample_id) for sample in self.samples)
         return PendingGroup(self.prompt, tuple(samples))
+
+
+def apart(groups: Iterable[PendingGroup]) -> list[PendingGroup]:
+    """Each sample of the groups alone."""
+    return [group.with_samples([sample]) for group in groups for sample in group.samples]
 
 
 def joined(

@@ -35,9 +35,11 @@ from slime_like.rewards.registry import (
 )
 from slime_like.rewards.worker import Setup
 from slime_like.rewards.worker_protocol import ASYNC_SLOTS, Answer, GradingJob, Text
+from slime_like.samples.index import awaits_reward
 from slime_like.samples.slime_sample import SlimeSample
 from slime_like.text import clean
 from slime_like.types import (
+    FINISHED,
     PROMPT_MESSAGES,
     REWARD_DETAILS,
     SAMPLE_ATTRIBUTES,
@@ -52,7 +54,6 @@ _BATCH_CHARACTERS = 2**20
 _NO_METADATA: dict[str, object] = {}  # shared, so that pickle writes it once
 _BUSY = 0.25  # share of the time limit that a worker computes if its text is to blame
 UNFIT = "scored_as_empty"  # metadata key of the reason
-_UNGRADED = (SampleStatus.FAILED, SampleStatus.ABORTED, SampleStatus.PARTIAL)
 _FIELDS = [field.name for field in dataclasses.fields(Sample)]
 # a copy of a frozen sample's class with settable fields and the same memory layout
 _MutableSample = dataclasses.make_dataclass("_MutableSample", _FIELDS, slots=True)
@@ -135,7 +136,7 @@ class Grader:
         self._check_given(samples)
         types: dict[str | None, list[int]] = {}
         for i, sample in enumerate(samples):
-            if sample.reward is None and sample.status not in _UNGRADED:
+            if awaits_reward(sample):
                 types.setdefault(self._type_of(sample), []).append(i)
         for name in types:
             if name is not None and name not in self._rewards:
@@ -157,7 +158,7 @@ class Grader:
             self._check_given(group)
         jobs = []
         for i, group in enumerate(groups):
-            if any(s.status not in _UNGRADED and s.reward is None for s in group):
+            if any(map(awaits_reward, group)):
                 jobs.append(GradingJob(i, rm_type=None, sample=list(map(_reward_sample, group))))
         answers = self._pool_for(set()).run(jobs) if jobs else []
         graded = [list(group) for group in groups]
@@ -168,10 +169,10 @@ class Grader:
                 raise ValueError(self._wrong_type(group[0], answer["wrong_type"]))
             rows = answer.get("group") or [answer] * len(group)
             graded[i] = [
-                s if s.status in _UNGRADED else self._graded(s, row, counts)
+                self._graded(s, row, counts) if s.status in FINISHED else s
                 for s, row in zip(group, rows, strict=True)
             ]
-            counts["skipped"] += sum(s.status in _UNGRADED for s in group)
+            counts["skipped"] += sum(s.status not in FINISHED for s in group)
         return graded
 
     def _check_given(self, samples: Iterable[Sample]) -> None:

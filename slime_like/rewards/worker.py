@@ -90,7 +90,8 @@ def main() -> None:
         from slime_like.rewards.async_worker import serve
 
         # a client of a server ends in time by itself, and says which server was late
-        serve(requests, replies, function, setup.args, setup.slots, CLIENT_GRACE_S * setup.served)
+        grace_s = CLIENT_GRACE_S if setup.served else 0.0
+        serve(requests, replies, function, setup.args, setup.slots, grace_s)
         return
     _write(replies, {"ready": 1})
     while (job := _read(requests)) is not None:

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from slime_like.data.group_buffer import GroupBuffer, PendingGroup, joined, oldest_first
+from slime_like.data.group_buffer import GroupBuffer, PendingGroup, apart, joined, oldest_first
 from slime_like.distributed.collectives import is_rank_zero
 from slime_like.engines.base import SamplingParams
 from slime_like.errors import RunError
@@ -235,7 +235,7 @@ class PoolCollector(Collector):
         groups = self._buffer.waiting
         self._buffer.waiting = []
         if self._is_single:
-            return [sample for group in groups for sample in group.apart()]
+            return apart(groups)
         groups, again = self._buffer.whole(groups)
         if again:
             warn_rank_0(
@@ -279,7 +279,7 @@ class PoolCollector(Collector):
         self._stats.drawn += len(groups)
         self._stats.drawn_samples += sum(len(group.samples) for group in groups)
         if self._is_single:
-            groups = [sample for group in groups for sample in group.apart()]
+            groups = apart(groups)
         self._drawn += groups
 
     def _finish_one(self, group: PendingGroup) -> None:

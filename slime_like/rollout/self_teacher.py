@@ -22,7 +22,7 @@ from slime_like.distributed.collectives import gather, together
 from slime_like.samples.exchange import refresh_index
 from slime_like.samples.groups import SampleGroup, flatten, regroup
 from slime_like.samples.index import AnySample
-from slime_like.types import REWARD_DETAILS, TEACHER_CONTEXT, Sample, SampleStatus
+from slime_like.types import FINISHED, REWARD_DETAILS, TEACHER_CONTEXT, Sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +127,7 @@ def _choices(group: SampleGroup, success: float) -> Iterator[tuple[int, int]]:
 
 
 def _succeeded(sample: AnySample, success: float) -> bool:
-    ended = sample.status in (SampleStatus.COMPLETED, SampleStatus.TRUNCATED)
-    return ended and sample.reward is not None and sample.reward >= success
+    return sample.status in FINISHED and sample.reward is not None and sample.reward >= success
 
 
 def feedback_of(sample: Sample, key: str | None) -> str | None:

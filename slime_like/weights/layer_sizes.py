@@ -29,6 +29,18 @@ def of_layer(sizes: Sizes, layer: int) -> Sizes:
 
 
 @dataclass(frozen=True)
+class OfSizes(OfLayer):
+    """The mapping that follows among the bases, with the sizes of its layer."""
+
+    def hf_shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
+        return super().hf_shapes(of_layer(sizes, self.layer))  # type: ignore[safe-super]
+
+    def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[TensorPart]:
+        own = of_layer(sizes, self.layer)
+        return super().parts(own, tp_rank, tp_size, rows)  # type: ignore[safe-super]
+
+
+@dataclass(frozen=True)
 class SizedQKV(OfLayer, QKV):
     """Query, key and value projections of a layer with its own sizes. Where the values are the
     keys, the file has no projection of them, and where the keys are another layer's, of neither.
@@ -72,44 +84,20 @@ class SizedOutput(OfLayer, RowParallel):
 
 
 @dataclass(frozen=True)
-class SizedMLP(OfLayer, GatedMLP):
+class SizedMLP(OfSizes, GatedMLP):
     """The MLP of such a layer."""
 
-    def hf_shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
-        return super().hf_shapes(of_layer(sizes, self.layer))
-
-    def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[TensorPart]:
-        return super().parts(of_layer(sizes, self.layer), tp_rank, tp_size, rows)
-
 
 @dataclass(frozen=True)
-class SizedDown(OfLayer, RowParallel):
+class SizedDown(OfSizes, RowParallel):
     """Its projection back into the residual stream."""
 
-    def hf_shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
-        return super().hf_shapes(of_layer(sizes, self.layer))
-
-    def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[TensorPart]:
-        return super().parts(of_layer(sizes, self.layer), tp_rank, tp_size, rows)
-
 
 @dataclass(frozen=True)
-class SizedSinks(OfLayer, HeadParallel):
+class SizedSinks(OfSizes, HeadParallel):
     """A number for each head of such a layer."""
 
-    def hf_shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
-        return super().hf_shapes(of_layer(sizes, self.layer))
-
-    def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[TensorPart]:
-        return super().parts(of_layer(sizes, self.layer), tp_rank, tp_size, rows)
-
 
 @dataclass(frozen=True)
-class SizedHeadNorm(OfLayer, Replicated):
+class SizedHeadNorm(OfSizes, Replicated):
     """The norm of queries or keys of such a layer, by head."""
-
-    def hf_shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
-        return super().hf_shapes(of_layer(sizes, self.layer))
-
-    def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[TensorPart]:
-        return super().parts(of_layer(sizes, self.layer), tp_rank, tp_size, rows)

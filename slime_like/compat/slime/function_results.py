@@ -23,13 +23,11 @@ from slime_like.metrics.names import UNKNOWN_VERSIONS
 from slime_like.rewards.limit import require_within
 from slime_like.rollout.evaluate import score, score_rewards
 from slime_like.samples.groups import SampleGroup
+from slime_like.samples.index import awaits_reward
 from slime_like.types import NOT_SAMPLED, Sample, SampleStatus
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-_TRAINED = (SampleStatus.COMPLETED, SampleStatus.TRUNCATED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +101,7 @@ def _read_sample(sample: SlimeSample, expected: Expected) -> Sample:
     ours = from_slime(
         sample, before, sample.engine_outputs, expected.args, expected.tokenizer, flag=expected.name
     )
-    if ours.reward is None and ours.status in _TRAINED:
+    if awaits_reward(ours):
         raise ValueError(
             f"{place}: has no reward; set it (async_rm computes it), or set the status FAILED"
         )
