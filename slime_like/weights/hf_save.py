@@ -226,11 +226,13 @@ def finish_folder(
             # the key in transformers 4 and 5
             part["torch_dtype" if "torch_dtype" in part else "dtype"] = dtype
             part.pop("quantization_config", None)
-    # also where the key is absent, which for some families means that they are tied
-    if untied_head and ties_embeddings(str(source)):
-        for part in (config, config.get("text_config")):
-            if part is not None:
-                part["tie_word_embeddings"] = False
+    if untied_head:
+        parts = [part for part in (config, config.get("text_config")) if part is not None]
+        stated = [part for part in parts if part.get("tie_word_embeddings") is not None]
+        if not stated and ties_embeddings(str(source)):  # as a family does that does not say so
+            stated = parts
+        for part in stated:
+            part["tie_word_embeddings"] = False
     if quantization is not None:
         config["quantization_config"] = dict(quantization)
     if value_task is not None:
