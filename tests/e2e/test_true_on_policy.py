@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.e2e.helpers import Workspace, rows_of
 from tests.e2e.programs import TrainServer
@@ -42,7 +43,8 @@ def test_every_log_prob_is_the_trainers(
     server.train(words, tmp_path / "log", ranks=ranks).ok()
     rows = rows_of(tmp_path)
     assert [row[DIFFERENCE] for row in rows] == [0.0, 0.0]
-    if "bf16" in flags:
+    # without vector instructions a draft's sums have the order of the whole sequence's
+    if "bf16" in flags and torch.backends.cpu.get_cpu_capability() != "DEFAULT":
         assert sum(row["rollout/true_on_policy_redrafts"] for row in rows) > 0
 
 
