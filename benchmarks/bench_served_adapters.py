@@ -9,6 +9,9 @@ time, and blocks of rounds take turns, so that other load on the machine affects
 first way is 1 in the ratios. By default two ways merge an adapter into a copy of the base for every
 save: with room in memory for two of the copies, where four clients evict one another's, and for
 all. In the third, adapters are not merged. Another way of serving is one more `--way`.
+
+`--clients 1 --again 1` is a client alone, who samples once more from the same weights: what the
+first sample after a save costs beyond that is the loading.
 """
 
 from __future__ import annotations
@@ -39,7 +42,8 @@ WAYS = (
     "merged, all copies=--max-sampler-engines 32",
     "adapters beside the base=--lora-sync adapter",
 )
-PARTS = ("sample", "train", "save")  # of a round
+# of a round; again: samples from weights that the engine has
+PARTS = ("sample", "again", "train", "save")
 PROMPT = list(range(5, 37))
 PARTS_TIMEOUT_S = 600.0
 
@@ -55,9 +59,13 @@ class Rounds:
 class Learner(HttpClient):
     """A client with an adapter and a sampling session of its newest weights."""
 
-    def __init__(self, model: Path, url: str, *, rank: int, samples: int, tokens: int) -> None:
+    def __init__(
+        self, model: Path, url: str, *, rank: int, samples: int, tokens: int, again: int
+    ) -> None:
         super().__init__(model, url, rank=rank)
         self._samples = samples
+        self._again = again
+        self._groups = 0
         self._tokens = tokens
         self._saves = 0
         self._sampler = ""
@@ -77,14 +85,19 @@ class Learner(HttpClient):
 
     def sample(self) -> None:
         """A group of samples, up to their longest length."""
+        self._groups += 1
         body = {
             "prompt": {"chunks": [{"type": "encoded_text", "tokens": PROMPT}]},
             "sampling_params": {"max_tokens": self._tokens, "stop": []},
             "num_samples": self._samples,
             "sampling_session_id": self._sampler,
-            "seq_id": self._saves,
+            "seq_id": self._groups,
         }
         self.result(self.post("asample", body)["request_id"])
+
+    def again(self) -> None:
+        for _ in range(self._again):
+            self.sample()
 
     def train(self) -> None:
         """A pass over as many datums as samples, and a step."""
@@ -96,6 +109,8 @@ class Learner(HttpClient):
         """Seconds of each part."""
         taken = {}
         for part in PARTS:
+            if part == "again" and not self._again:
+                continue
             start = time.perf_counter()
             getattr(self, part)()
             taken[part] = time.perf_counter() - start
@@ -137,6 +152,7 @@ def measure(
     samples: int,
     tokens: int,
     rank: int,
+    again: int,
 ) -> dict[str, Rounds]:
     """Rounds of every way. A block before the measured ones warms up."""
     found = {name: Rounds() for name in ways}
@@ -147,7 +163,7 @@ def measure(
             place.mkdir()
             url = stack.enter_context(running_server(model, place, flags))
             learners[name] = [
-                Learner(model, url, rank=rank, samples=samples, tokens=tokens)
+                Learner(model, url, rank=rank, samples=samples, tokens=tokens, again=again)
                 for _ in range(clients)
             ]
         for group in learners.values():
@@ -168,7 +184,9 @@ def summary(found: dict[str, Rounds], *, clients: int, rounds: int) -> dict[str,
         per_minute = 60 * clients * rounds / statistics.median(each.blocks_s)
         first = next(iter(table.values()), None)
         ratio = per_minute / first["rounds a minute"] if first else 1.0
-        parts = {f"{part}, s": statistics.median(each.parts_s[part]) for part in PARTS}
+        parts = {
+            f"{part}, s": statistics.median(taken) for part, taken in each.parts_s.items() if taken
+        }
         table[name] = {"rounds a minute": per_minute, "ratio": ratio, **parts}
     return table
 
@@ -205,6 +223,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=2, help="of each client in a block")
     parser.add_argument("--samples", type=int, default=8, help="of a group")
     parser.add_argument("--tokens", type=int, default=32, help="of a sample")
+    parser.add_argument("--again", type=int, default=0, help="groups more of the same weights")
     parser.add_argument("--json", type=Path, help="write the results here")
     chosen = parser.parse_args()
     try:
@@ -225,6 +244,7 @@ def main() -> int:
             samples=chosen.samples,
             tokens=chosen.tokens,
             rank=chosen.rank,
+            again=chosen.again,
         )
     table = summary(found, clients=chosen.clients, rounds=chosen.rounds)
     print_table(table)

@@ -184,10 +184,12 @@ def check_server_adapters(s: Settings) -> list[Problem]:
         problems += problem("max_adapter_rank", s.server.max_adapter_rank, message)
     if s.lora.lora_sync != "adapter":
         return problems
-    if served and s.sglang.rollout_num_gpus is None:
+    found = s.sglang.rollout_external_engine_addrs is not None
+    if served and s.sglang.rollout_num_gpus is None and not found:
         message = (
-            "requires SGLang servers that the server starts itself (--rollout-num-gpus): others "
-            "may hold other weights than the base model; add it, or use --lora-sync merged"
+            "requires SGLang servers that the server starts itself (--rollout-num-gpus) or that "
+            "are named (--rollout-external-engine-addrs): what a router finds later cannot be "
+            "checked; add one of these, or use --lora-sync merged"
         )
         problems += problem("lora_sync", "adapter", message)
     if served and str((s.sglang.sglang_server_flags or {}).get("dp_size", 1)) != "1":

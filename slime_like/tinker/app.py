@@ -132,7 +132,7 @@ def _json_routes(app: FastAPI, service: Service) -> None:
     # compression costs more than it saves unless bodies cross a network
     compress = supports_zstd() and not is_loopback(service.config.host)
     config = CLIENT_CONFIG | {"proto_compress_fwdbwd": compress}
-    dynamic_config = {"sample_cancel_enabled": False}
+    dynamic_config = {"sample_cancel_enabled": True}
     post("client/config", schemas.ClientConfig, lambda body, owner: config)
     post("client/dynamic_config", schemas.ClientConfig, lambda body, owner: dynamic_config)
     post("create_session", schemas.CreateSession, service.sessions.create_session)
@@ -149,6 +149,7 @@ def _json_routes(app: FastAPI, service: Service) -> None:
     post("create_sampling_session", schemas.CreateSamplingSession, service.create_sampling_session)
     post("join_sampling_session", schemas.JoinSamplingSession, service.join_sampling_session)
     post("asample", schemas.Sample, service.sample)
+    post("cancel_future", schemas.CancelFuture, service.cancel)
     post("weights_info", schemas.WeightsInfo, service.weights_info)
 
 

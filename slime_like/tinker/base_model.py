@@ -85,5 +85,12 @@ def check_served(
 
 def check_optimizer(config: schemas.OptimizerConfig | None) -> None:
     """Raise Refused for an unsupported optimizer configuration."""
-    if config is not None and config.type != "adamw":
+    if config is None:
+        return
+    if config.type != "adamw":
         raise Refused(f"optimizer {config.type!r} is not supported, must be adamw")
+    if extra := sorted(config.model_extra or {}):
+        raise Refused(
+            f"optimizer_config: {', '.join(extra)} is not supported; every optim_step brings the "
+            "settings of adamw"
+        )

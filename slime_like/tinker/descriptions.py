@@ -30,6 +30,8 @@ POSTS = {
     "`sampling_session_id`.",
     "join_sampling_session": "Use an existing sampler from another process.",
     "asample": "Future: sample responses to a prompt, with log-probs.",
+    "cancel_future": "Give up a request for samples that still waits, as the SDK does when its "
+    "future is cancelled. No effect on others.",
     "weights_info": "Describe a checkpoint: base model, and rank if it is an adapter.",
 }
 

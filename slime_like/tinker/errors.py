@@ -9,11 +9,18 @@ class Refused(ValueError):
 
 
 class Failed(RuntimeError):
-    """A server error; futures fail with category "server". broken: the model is lost."""
+    """A server error; futures fail with category "server".
 
-    def __init__(self, message: str, *, broken: bool = False) -> None:
+    Args:
+        broken: The model is lost.
+        common: Another request in its place would have failed, too: the engine's servers, or the
+            workers, are at fault.
+    """
+
+    def __init__(self, message: str, *, broken: bool = False, common: bool = False) -> None:
         super().__init__(message)
         self.broken = broken
+        self.common = common
 
 
 class HttpError(Exception):

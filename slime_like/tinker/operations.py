@@ -384,15 +384,24 @@ class ServerOperations:
         except (Refused, Failed) as error:
             if len(queues) == 1:
                 raise
+            if is_common(error):
+                log.warning("samples of %s failed: %s", ", ".join(queues), error)
+                raise
             log.info("samples of %s are executed alone: %s", ", ".join(queues), error)
         # which of them is to blame is unknown, and the others' clients have nothing to do with it
         results: dict[str, Result | Exception] = {}
+        fault: Exception | None = None  # that the rest would meet, too
         for queue in queues:
             alone = [request for request in requests if request.queue == queue]
             answers: Sequence[Result | Exception]
             try:
+                if fault is not None:
+                    raise fault
                 answers = await self._sample_together(alone)
             except (Refused, Failed) as error:
+                if is_common(error) and fault is None:
+                    log.warning("the other samples are not tried: %s", error)
+                    fault = error
                 answers = [error] * len(alone)
             results |= {request.id: answer for request, answer in zip(alone, answers, strict=True)}
         return [results[request.id] for request in requests]
@@ -437,6 +446,11 @@ class ServerOperations:
             sample_output(samples, request.body)
             for request, samples in zip(requests, value, strict=True)
         ]
+
+
+def is_common(error: Exception) -> bool:
+    """See `Failed`."""
+    return isinstance(error, Failed) and error.common
 
 
 def cells_of(targets: codec.Message | None) -> codec.Message | None:

@@ -311,6 +311,16 @@ class Dispatcher:
         if forget:
             self.queues.pop(key, None)
 
+    def cancel(self, id: str, owner: str) -> None:
+        """Fail a waiting request of a sampler, which nobody waits for any more; no-op for one that
+        is being executed or done. Raises HttpError as `find`."""
+        request = self.find(id, owner)
+        queue = self.queues.get(request.queue)
+        if queue is None or queue.next_seq is not None or request.state != "waiting":
+            return
+        queue.remove(request)
+        self._fail(request, Refused("cancelled by its client"))
+
     # --- periodic ---
 
     async def _sweep(self) -> None:

@@ -283,8 +283,15 @@ class Sample(Body):
     record_stability_info: bool | None = None
 
 
+RequestId = Annotated[str, StringConstraints(min_length=1, max_length=512)]
+
+
+class CancelFuture(Body):
+    request_id: RequestId
+
+
 class RetrieveFuture(Body):
-    request_id: Annotated[str, StringConstraints(min_length=1, max_length=512)]
+    request_id: RequestId
     allow_metadata_only: bool = False
     model_id: str | None = Field(default=None, max_length=256)
 

@@ -387,6 +387,10 @@ class Service:
             "sample", sampler.id, body.seq_id, owner, digest, request, sample_sequence_ids=ids
         )
 
+    def cancel(self, body: schemas.CancelFuture, owner: str) -> dict[str, object]:
+        self.dispatcher.cancel(body.request_id, owner)
+        return {}
+
     # --- queries ---
 
     def get_info(self, body: schemas.ModelRequest, owner: str) -> dict[str, object]:

@@ -14,13 +14,16 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
 
+from slime_like.engines.sglang.factory import UNCHANGED
 from slime_like.servers.control_plane import of_each
 from slime_like.servers.http import CONTROL_S, RequestFailed
+from slime_like.servers.server_api import ServerCall
 from slime_like.servers.server_pool import ServerPool, Worker
 from slime_like.tinker.sampler import read_adapter
 from slime_like.tinker.sglang_snapshots import SnapshotTransport
 from slime_like.weights.safetensors_reader import weights_digest
 
+REFUSED = ("status_400", "no_success")  # kinds of failures that are the adapter's, not the server's
 logger = logging.getLogger(__name__)
 
 
@@ -43,15 +46,25 @@ class ServedAdapters:
     """The adapters that servers hold; on rank 0. At most `max_adapters`, or as many as a command
     needs: the least recently used one that it does not need makes room for the next."""
 
-    def __init__(self, pool: ServerPool, base: str, *, max_adapters: int, timeout_s: float) -> None:
+    def __init__(
+        self,
+        pool: ServerPool,
+        base: str,
+        *,
+        max_adapters: int,
+        timeout_s: float,
+        others: bool = False,
+    ) -> None:
         """
         Args:
             base: Folder of the model that the servers were started with.
             timeout_s: Of loading one.
+            others: The servers live on after this process.
         """
         self._pool = pool
         self._max_adapters = max_adapters
         self._timeout_s = timeout_s
+        self._others = others
         self._digest = weights_digest(base)
         self._prefix = f"slime_like-{os.getpid():x}-{time.time_ns():x}"
         self._numbers = itertools.count()
@@ -61,7 +74,8 @@ class ServedAdapters:
 
     def hold(self, folders: Sequence[str]) -> dict[str, str]:
         """Load what servers lack of these; returns the names for requests, by folder. A server that
-        fails is evicted. Raises ValueError for a folder that is gone, or of another base model."""
+        fails is evicted. Raises ValueError for a folder that is gone, or of another base model, and
+        for an adapter that a server does not take."""
         for folder in folders:
             if folder not in self._names:
                 read_adapter(folder, self._digest)
@@ -71,12 +85,33 @@ class ServedAdapters:
         for folder in unused[: max(0, len(self._names) - self._max_adapters)]:
             self._unload(self._names.pop(folder))
         names = {folder: self._names[folder] for folder in folders}
+        refusal = None
         for worker, failure in of_each(
             self._pool.ready(), lambda worker: self._load_missing(worker, names)
         ):
-            if failure is not None:
+            if failure is not None and failure.kind in REFUSED:
+                refusal = failure
+            elif failure is not None:
                 self._pool.evict(worker, f"loading an adapter: {failure}")
+        if refusal is not None:
+            raise ValueError(f"the SGLang server does not take the adapter: {refusal}")
         return names
+
+    def close(self) -> None:
+        """Leave servers of others as they were started."""
+        if not self._others:
+            return
+        for name in self._names.values():
+            self._unload(name)
+        self._names.clear()
+        tell = ServerCall(
+            "/update_weight_version", {"new_version": UNCHANGED, "abort_all_requests": False}
+        )
+        for worker in self._pool.alive():
+            try:
+                self._pool.post(worker, tell, timeout_s=CONTROL_S)
+            except RequestFailed as failure:
+                logger.warning(f"the engine {worker.url} keeps its weight version: {failure}")
 
     def forget(self) -> None:
         """A server may lack what it had: load again with the next `hold`."""

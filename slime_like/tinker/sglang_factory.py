@@ -12,7 +12,14 @@ from arguments.hf.model import read_hf_model
 from arguments.run_config import RunConfig
 from slime_like.engines.serving_factory import request_settings, start_servers
 from slime_like.engines.sglang.engine import SglangEngine
-from slime_like.engines.sglang.factory import AdapterNeeds, SglangKind, SglangProgram, left_out
+from slime_like.engines.sglang.factory import (
+    AdapterNeeds,
+    SglangKind,
+    SglangProgram,
+    left_out,
+    require_adapters,
+    require_base_model,
+)
 from slime_like.images.processor import ImageProcessor
 from slime_like.megatron.init import device_of_this_process
 from slime_like.megatron.parallel_layout import ParallelLayout
@@ -33,10 +40,20 @@ class AdapterServers(SglangKind):
     """Servers that take the adapters of every client up to --max-adapter-rank."""
 
     def program(self, config: RunConfig, device: torch.device) -> SglangProgram:
-        model = read_hf_model(str(config.model.hf_checkpoint))
-        parts = ["attn", "unembed"] if model.transformer.get("num_moe_experts") else ALL
-        needs = AdapterNeeds(config.server.max_adapter_rank, target_modules(parts, model))
-        return replace(super().program(config, device), adapter=needs)
+        return replace(super().program(config, device), adapter=client_needs(config))
+
+    def check(self, config: RunConfig, pool: ServerPool) -> None:
+        super().check(config, pool)
+        require_adapters(pool, client_needs(config))
+        if config.sglang.rollout_num_gpus is None:
+            require_base_model(pool, str(config.model.hf_checkpoint))
+
+
+def client_needs(config: RunConfig) -> AdapterNeeds:
+    """Of the adapters that clients may have."""
+    model = read_hf_model(str(config.model.hf_checkpoint))
+    parts = ["attn", "unembed"] if model.transformer.get("num_moe_experts") else ALL
+    return AdapterNeeds(config.server.max_adapter_rank, target_modules(parts, model))
 
 
 def make_sglang_sampler(
@@ -75,6 +92,11 @@ def make_sglang_sampler(
     )
     adapters = None
     if unmerged and pool is not None:
-        limit = config.server.max_sampler_adapters
-        adapters = ServedAdapters(pool, model, max_adapters=limit, timeout_s=timeout_s)
+        adapters = ServedAdapters(
+            pool,
+            model,
+            max_adapters=config.server.max_sampler_adapters,
+            timeout_s=timeout_s,
+            others=config.sglang.rollout_num_gpus is None,
+        )
     return SglangSampler(engine, snapshot_transport(updater), settings, model, adapters)

@@ -102,6 +102,8 @@ class SglangSampler:
         return on_rank_zero(lambda: self._sample_with_adapters(command)) or []
 
     def close(self) -> None:
+        if self._adapters is not None:
+            self._adapters.close()
         self._engine.close()
 
     def _load(self, folder: str) -> None:

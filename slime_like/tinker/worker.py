@@ -52,6 +52,7 @@ class CommandOutcome(TypedDict):
 
     error: str | None  # message, or None
     user: bool  # whether the client has to act on it
+    common: bool  # see `Failed`
     lost: bool  # it was interrupted in a collective
     stage: int  # see `worker_backend`
 
@@ -63,6 +64,7 @@ class Failure:
     category: str  # user or server
     error: str
     stage: int  # the furthest of all ranks
+    common: bool = False  # see `Failed`
 
 
 class ModelWorker:
@@ -103,7 +105,8 @@ class ModelWorker:
             return {"ok": True, "value": value}
         broken = self._recover(command, failure)
         category = "server" if broken else failure.category
-        return {"ok": False, "category": category, "error": failure.error, "broken": broken}
+        told = {"category": category, "error": failure.error, "common": failure.common}
+        return {"ok": False, "broken": broken, **told}
 
     def _recover(self, command: codec.Message, failure: Failure) -> bool:
         """Undo a failed command; returns whether its model is lost."""
@@ -128,6 +131,7 @@ class ModelWorker:
         local: CommandOutcome = {
             "error": None if error is None else error_message(error),
             "user": error is None or is_user_error(error),
+            "common": isinstance(error, RunError),  # of the engine's servers
             "lost": self.layout.world_size > 1 and error is not None and looks_lost(error),
             "stage": self.host.stage,
         }
@@ -144,7 +148,8 @@ class ModelWorker:
         if left_alone or len(failed) < self.layout.world_size:
             return Failure("server", root_failure(failed), stage)
         category = "user" if all(o["user"] for o in failed.values()) else "server"
-        return Failure(category, str(next(iter(failed.values()))["error"]), stage)
+        common = all(o["common"] for o in failed.values())
+        return Failure(category, str(next(iter(failed.values()))["error"]), stage, common)
 
     def _exchange(self, local: CommandOutcome) -> dict[int, CommandOutcome]:
         """Exchange the outcomes of a command; returns them by rank. Raises RunError."""

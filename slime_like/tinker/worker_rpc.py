@@ -88,7 +88,7 @@ class WorkerLink:
             Failed: There are no workers, or they are lost before they respond.
         """
         if not self.connected:
-            raise Failed("the workers have ended")
+            raise Failed("the workers have ended", common=True)
         # executed for an earlier API process that exited before the response arrived
         if self._late is not None and self._late["id"] == id:
             message = self._late
@@ -148,7 +148,8 @@ class WorkerLink:
             self._streams = None
             writer.close()
             error_text = f"the workers have ended ({reason})"
-            self._respond({"ok": False, "category": "server", "error": error_text})
+            failed = {"ok": False, "category": "server", "common": True}
+            self._respond({**failed, "error": error_text})
             self._on_loss(reason)
 
     def _respond(self, message: codec.Message) -> None:
@@ -169,4 +170,5 @@ def value_of(message: codec.Message) -> object:
         return message["value"]
     if message["category"] == "user":
         raise Refused(message["error"])
-    raise Failed(message["error"], broken=bool(message.get("broken")))
+    broken, common = bool(message.get("broken")), bool(message.get("common"))
+    raise Failed(message["error"], broken=broken, common=common)

@@ -237,6 +237,87 @@ def test_a_server_that_lost_its_adapters_gets_them_again(
     assert ask(unmerged.sampler, base, adapters=[adapter, ""]) == first
 
 
+def test_an_adapter_that_a_server_does_not_take(unmerged: SimpleNamespace, tmp_path: Path) -> None:
+    """It is its client's error, and the servers go on."""
+    base = unmerged.base
+    good, bad = (export(base, tmp_path / name, seed) for seed, name in enumerate("ab"))
+    first, second = unmerged.servers
+    first.refused["/load_lora_adapter"] = (400, "its modules are not loaded")
+    with pytest.raises(ValueError, match=r"does not take the adapter: .*its modules are not"):
+        ask(unmerged.sampler, base, adapters=[bad, ""])
+    first.refused.clear()
+    answers = ask(unmerged.sampler, base, adapters=[good, ""])
+    assert_of([answers[0]], merged(base, good, tmp_path / "whole"))
+    assert calls(first, "/generate") and calls(second, "/generate")
+
+
+NEEDED = {
+    "enable_lora": True,
+    "lora_strict_loading": True,
+    "max_lora_rank": 32,
+    "lora_target_modules": [
+        "qkv_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head", "embed_tokens",
+    ],
+}  # fmt: skip
+
+
+def host_of(base: str, server: FakeServer, folder: Path, layout: Any) -> Any:
+    words = f"--hf-checkpoint {base} --server-dir {folder} --rollout-engine sglang"
+    words += f" --no-sglang-router --rollout-external-engine-addrs {server.address}"
+    words += " --lora-sync adapter --max-adapter-rank 32 --max-sampler-adapters 2"
+    return make_model_host(parse_args(words.split(), 1, SERVER), layout)
+
+
+def test_adapters_on_servers_that_others_started(
+    snapshots: list[str], alone: Any, tmp_path: Path
+) -> None:
+    """With the flags for it, and the base model; they are left as they were."""
+    base = snapshots[0]
+    with fake_servers(base, 1) as (server,):
+        server.engine.update_weights(weights_of(base), 1)
+        server.info |= {**NEEDED, "model_path": base}
+        host = host_of(base, server, tmp_path / "server", alone)
+        adapter = export(base, tmp_path / "a", 1)
+        prompts = [np.array(prompt, dtype="<i4").tobytes() for prompt in PROMPTS]
+        answers = host.do_sample(
+            folder=base, prompts=prompts, adapters=[adapter, ""], counts=[2, 1], seeds=[5, 6],
+            sampling=SAMPLING, prompt_log_probs=True,
+        )  # fmt: skip
+        assert_of([answers[0]], merged(base, adapter, tmp_path / "whole"))
+        assert_of([answers[1]], base, first=1)
+        assert len(server.adapters) == 1 and server.version != "default"
+        host.close()
+        assert server.adapters == {} and server.version == "default"
+        host_of(base, server, tmp_path / "server", alone).close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"enable_lora": False}, "rank 32; start it with --enable-lora --lora-strict-loading"),
+        ({"lora_strict_loading": None}, "rank 32; start it with --enable-lora --lora-strict-loadi"),
+        ({"max_lora_rank": 16}, "--max-lora-rank 32"),
+        (
+            {"lora_target_modules": ["qkv_proj", "o_proj"]},
+            "on down_proj, gate_proj, lm_head, up_pr",
+        ),
+        ({"model_path": "/other"}, "has the model /other; start it with --model-path"),
+        ({"dp_size": 2}, "data parallelism"),
+        ({"version": "7"}, "version 7, as after an update; start it anew"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_servers_of_others_that_take_no_adapters(
+    snapshots: list[str], alone: Any, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    base = snapshots[0]
+    with fake_servers(base, 1) as (server,):
+        server.info |= {**NEEDED, "model_path": base, **changes}
+        server.version = changes.get("version", "default")
+        with pytest.raises(RunError, match=message):
+            host_of(base, server, tmp_path / "server", alone)
+
+
 def test_images_of_prompts(alone: Any, tmp_path: Path) -> None:
     """The server makes its own pixels of the files, and answers what the local engine does."""
     make_tiny_model("Qwen3-VL", tmp_path / "model", images=True)

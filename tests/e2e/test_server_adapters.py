@@ -23,6 +23,17 @@ DATUM = types.Datum(
     model_input=types.ModelInput.from_ints(ROW[:-1]),
     loss_fn_inputs={"target_tokens": ROW[1:], "weights": [1.0] * 5},  # type: ignore[arg-type]
 )
+UNMERGED = ("--lora-sync", "adapter")
+LAYOUTS = {
+    "tp2": ("--tensor-model-parallel-size", "2", "--sequence-parallel"),
+    "pp2": ("--pipeline-model-parallel-size", "2"),
+    "dp2": ("--use-distributed-optimizer",),
+    "experts ep2": ("--expert-model-parallel-size", "2"),
+    "experts tp2 ep2": (
+        *("--tensor-model-parallel-size", "2", "--sequence-parallel"),
+        *("--expert-tensor-parallel-size", "1", "--expert-model-parallel-size", "2"),
+    ),
+}
 PARAMS = types.SamplingParams(max_tokens=8, seed=3, temperature=0.8)
 
 
@@ -63,7 +74,7 @@ def test_several_are_sampled_from_at_once(work: Workspace, tmp_path: Path) -> No
     them, beside a model of all weights and the base model."""
     greedy = types.SamplingParams(max_tokens=8, seed=3, temperature=1.0)
     prompt = types.ModelInput.from_ints(ROW)
-    with ApiServer(work.model, tmp_path, "--lora-sync", "adapter", "--max-models", "10") as server:
+    with ApiServer(work.model, tmp_path, *UNMERGED, "--max-models", "10") as server:
         first, second = server.client(), server.client()
         models = [
             policy(first, server, rank=4, seed=1),
@@ -117,7 +128,7 @@ def test_inflight_weights_restarts_and_peft(work: Workspace, tmp_path: Path) -> 
     """A later inflight save reaches earlier sessions. A named checkpoint is a folder of PEFT's format;
     a server that merges, started on the same folder, samples from it as well."""
     prompt = types.ModelInput.from_ints(ROW)
-    with ApiServer(work.model, tmp_path, "--lora-sync", "adapter") as server:
+    with ApiServer(work.model, tmp_path, *UNMERGED) as server:
         client = server.client()
         training = policy(client, server, rank=4, seed=1)
         inflight = training.save_weights_and_get_sampling_client(kind="inflight")
@@ -153,3 +164,72 @@ def test_inflight_weights_restarts_and_peft(work: Workspace, tmp_path: Path) -> 
         merged = policy(client, server, rank=4, seed=1)
         end = merged.save_weights_for_sampler("end").result().path
         assert (sampler_folder(server, end) / "model.safetensors").exists()
+
+
+def sampled(server: ApiServer, *, experts: bool) -> list[Any]:
+    """Prompt log-probs, tokens and their log-probs, of three requests each of three adapters and of
+    the base model, sent at once. The server's own trainer agrees with them."""
+    client = server.client()
+    settings: list[dict[str, Any]] = [
+        {"rank": 4, "seed": 1, "train_mlp": not experts},
+        {"rank": 8, "seed": 2, "train_mlp": False, "train_unembed": False},
+        {"rank": 2, "seed": 3, "train_mlp": False},
+    ]
+    models = [policy(client, server, **each) for each in settings]
+    for seed, model in enumerate(models):
+        train(model, seed)
+    samplers = [model.save_weights_and_get_sampling_client() for model in models]
+    samplers.append(client.create_sampling_client(base_model=str(server.model)))
+    greedy, random = (types.SamplingParams(max_tokens=6, seed=3, temperature=t) for t in (0.0, 1.0))
+    prompt = types.ModelInput.from_ints(ROW)
+    futures = [
+        [
+            sampler.sample(prompt, count, params, include_prompt_logprobs=True)
+            for count, params in ((1, random), (3, random), (1, greedy))
+        ]
+        for sampler in samplers
+    ]
+    answers = [[future.result() for future in each] for each in futures]
+    for model, each in zip(models, answers, strict=False):
+        for answer in each[:2]:
+            check_agreement(model, answer)
+    return [
+        (answer.prompt_logprobs[1:], [(s.tokens, s.logprobs) for s in answer.sequences])
+        for each in answers
+        for answer in each
+    ]
+
+
+@pytest.fixture(scope="module")
+def alone(work: Workspace, tmp_path_factory: pytest.TempPathFactory) -> dict[bool, list[Any]]:
+    """Of one process: dense, and with experts."""
+    found = {}
+    for experts, model in ((False, work.model), (True, work.expert_model)):
+        with ApiServer(model, tmp_path_factory.mktemp("alone"), *UNMERGED) as server:
+            found[experts] = sampled(server, experts=experts)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_sample_alike(
+    work: Workspace, tmp_path: Path, alone: dict[bool, list[Any]], layout: str
+) -> None:
+    """Several adapters in one batch: factors are gathered of the trainer's ranks, and samples drawn on
+    all of them."""
+    experts = layout.startswith("experts")
+    model = work.expert_model if experts else work.model
+    with ApiServer(model, tmp_path, *UNMERGED, *LAYOUTS[layout], ranks=2) as server:
+        found = sampled(server, experts=experts)
+        assert "Traceback" not in server.log(), server.log()
+        batches = (server.folder / "server" / "server.log").read_text()
+        assert "executed alone" not in batches
+    for (prompt, sequences), (own_prompt, own) in zip(found, alone[experts], strict=True):
+        torch.testing.assert_close(
+            torch.tensor(prompt), torch.tensor(own_prompt), atol=1e-4, rtol=1e-4
+        )
+        for (tokens, scores), (own_tokens, own_scores) in zip(sequences, own, strict=True):
+            assert tokens == own_tokens
+            torch.testing.assert_close(
+                torch.tensor(scores), torch.tensor(own_scores), atol=1e-4, rtol=1e-4
+            )

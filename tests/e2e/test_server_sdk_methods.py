@@ -4,9 +4,11 @@ refused with which message. A method that a new SDK brings is in neither, and fa
 from __future__ import annotations
 
 import inspect
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import httpx
 import pytest
 import tinker
 import torch
@@ -31,6 +33,7 @@ class Calls:
 
     def __init__(self, api: ApiServer) -> None:
         self.url = api.url
+        self.log = api.folder / "server" / "server.log"
         self.service = api.client()
         self.training = policy(self.service, api)
         self.rest = self.service.create_rest_client()
@@ -264,6 +267,33 @@ def test_an_input_is_refused_by_name(calls: Calls, what: str) -> None:
     with pytest.raises(tinker.RequestFailedError, match=message):
         call(calls)
     calls.training.forward_backward(batch(1), "cross_entropy").result(timeout=60)
+
+
+def test_an_abandoned_sample_is_not_drawn(calls: Calls) -> None:
+    """Where it waits behind another: the SDK tells the server."""
+
+    def settings(tokens: int, temperature: float) -> types.SamplingParams:
+        return types.SamplingParams(max_tokens=tokens, temperature=temperature, stop=[])
+
+    busy = calls.sampling.sample(PROMPT, 200, settings(300, 1.0))
+    waiting = calls.sampling.sample(PROMPT, 1, settings(3, 0.5))
+    wait_for(lambda: "slime_like_tinker_waiting_requests 1.0" in metrics(calls.url))
+    before = calls.log.read_text().count("failed (user)")
+    assert waiting.cancel()
+    wait_for(lambda: calls.log.read_text().count("failed (user)") > before)
+    assert len(busy.result().sequences) == 200
+    assert calls.sampling.sample(PROMPT, 1, settings(3, 0.5)).result().sequences
+
+
+def metrics(url: str) -> str:
+    return httpx.get(f"{url}/metrics", headers={"X-API-Key": KEY}).text
+
+
+def wait_for(holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_the_page_has_every_method() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -50,6 +51,11 @@ MASKS_SETTING = "sampling_mask_max_tokens"  # likewise
 DETERMINISTIC = "enable_deterministic_inference"
 # Servers keep the features of images that they have seen, and no update of weights drops them.
 NO_FEATURE_CACHE = {"SGLANG_VLM_CACHE_SIZE_MB": "0"}
+UNCHANGED = "default"  # the version of weights that a server has loaded at its start
+FUSED = {  # module -> the layer that servers may name in its place
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),
+    **dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj"),
+}
 AXES = "rotary_emb.axis_map"
 
 
@@ -219,10 +225,45 @@ def require_adapters(pool: ServerPool, needs: AdapterNeeds) -> None:
     for url, info in _settings_of_servers(pool, "lora_path"):
         rank = info.get("max_lora_rank")
         enabled = info.get("enable_lora") is True and info.get("lora_strict_loading") is True
-        if not enabled or not isinstance(rank, int) or rank < needs.rank:
+        missing = _unserved_modules(needs, info.get("lora_target_modules"))
+        if not enabled or not isinstance(rank, int) or rank < needs.rank or missing:
+            of_modules = f" on {', '.join(missing)}" if missing else ""
             raise RunError(
                 f"--lora-sync adapter: the engine {url} does not take adapters of rank "
-                f"{needs.rank}; start it with {' '.join(flags)}, or use --lora-sync merged"
+                f"{needs.rank}{of_modules}; start it with {' '.join(flags)}, or use --lora-sync "
+                "merged"
+            )
+
+
+def _unserved_modules(needs: AdapterNeeds, served: object) -> list[str]:
+    """Modules that a server applies no adapters to. served: what it reports; anything but a list of
+    names says nothing."""
+    if not isinstance(served, list) or {"all", "all-linear"}.intersection(served):
+        return []
+    return [m for m in needs.modules if m not in served and FUSED.get(m) not in served]
+
+
+def require_base_model(pool: ServerPool, model: str) -> None:
+    """Raise RunError naming a server that others started and that may hold other weights than the
+    base model's, which it keeps. model: folder of the base model."""
+    for worker in pool.alive():
+        try:
+            info = pool.call(worker, pool.api.info_path, timeout_s=CONTROL_S, method="GET")
+            version = pool.weight_version(worker)
+        except RequestFailed as failure:
+            raise RunError(str(failure)) from None
+        flag = f"--lora-sync adapter: the engine {worker.url}"
+        path = str(info.get("model_path"))
+        if Path(path).resolve() != Path(model).resolve():
+            raise RunError(f"{flag} has the model {path}; start it with --model-path {model}")
+        if str(info.get("dp_size", 1)) != "1":
+            raise RunError(f"{flag} has data parallelism; start it without --dp-size")
+        if version != UNCHANGED:
+            raise RunError(
+                f"{flag} reports weights of version {version}, as after an update; start it anew. "
+                "If a Tinker server was killed that had left them as they are, say so: curl -H "
+                "'Content-Type: application/json' -d "
+                f"'{json.dumps({'new_version': UNCHANGED})}' {worker.url}/update_weight_version"
             )
 
 

@@ -6,13 +6,23 @@ import pytest
 
 from arguments.hf.lora_modules import without_attention
 from slime_like.tinker.api_process import EXPERTS, TIED_UNEMBED
-from slime_like.tinker.base_model import BaseModel, adapter_of, check_served
+from slime_like.tinker.base_model import BaseModel, adapter_of, check_optimizer, check_served
 from slime_like.tinker.errors import Refused
-from slime_like.tinker.schemas import LoraConfig
+from slime_like.tinker.schemas import LoraConfig, OptimizerConfig
 
 LOCAL = BaseModel("folder", "name", "Qwen3ForCausalLM")
 SGLANG = BaseModel("folder", "name", "Qwen3ForCausalLM", {"train_unembed": TIED_UNEMBED})
 UNMERGED = BaseModel("folder", "name", "Qwen3MoeForCausalLM", {"train_mlp": EXPERTS})
+
+
+def test_settings_of_an_optimizer_are_no_part_of_its_choice() -> None:
+    """Nor ignored; the SDK's types of other optimizers have some."""
+    check_optimizer(None)
+    check_optimizer(OptimizerConfig(type="adamw"))
+    with pytest.raises(Refused, match="beta1, eps is not supported; every optim_step brings"):
+        check_optimizer(OptimizerConfig(type="adamw", eps=1e-8, beta1=0.9))  # type: ignore[call-arg]
+    with pytest.raises(Refused, match="optimizer 'dimuon' is not supported, must be adamw"):
+        check_optimizer(OptimizerConfig(type="dimuon", version=1))  # type: ignore[call-arg]
 
 
 def test_rank_0_trains_all_weights() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from slime_like.tinker.base_model import BaseModel
-from slime_like.tinker.errors import Refused
+from slime_like.tinker.errors import Failed, Refused
 from tests.api_in_process import Api, workers
 
 ANY = {"max_tokens": 1}
@@ -26,12 +26,15 @@ class Held:
         self.commands: list[dict[str, Any]] = []
         self.ids: list[str] = []
         self.bad = ""  # folder of an adapter that fails
+        self.gone_after: int | None = None  # sampling commands; then the engine's servers are gone
 
     async def __call__(self, id: str, command: dict[str, Any]) -> Any:
         await self.go.wait()
         if command["op"] == "sample":
             self.commands.append(command)
             self.ids.append(id)
+            if self.gone_after is not None and len(self.commands) > self.gone_after:
+                raise Failed("no engine is left", common=True)
             if self.bad and self.bad in command["adapters"]:
                 raise Refused(f"the snapshot {self.bad} is gone")
         return await workers(id, command)
@@ -135,6 +138,51 @@ def test_an_adapter_that_fails_is_no_error_of_others(unmerged: Api) -> None:
     assert first is None and third is None
     assert second == {"error": f"the snapshot {held.bad} is gone", "category": "user"}
     assert [len(adapters) for adapters in held.adapters] == [3, 2, 1]
+
+
+@pytest.mark.parametrize("gone_after", [0, 1, 2])
+def test_a_fault_of_the_servers_is_everybodys_at_once(
+    unmerged: Api, gone_after: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And is said once: nobody's samples are tried again on servers that are gone, be it while the
+    sessions of a batch are executed alone because of another error."""
+    samplers = samplers_of(unmerged, [4, 4])
+    base = {"session_id": unmerged.session, "sampling_session_seq_id": 9, "base_model": "m"}
+    samplers.append(unmerged.post("create_sampling_session", base)["sampling_session_id"])
+    held = hold(unmerged)
+    held.gone_after = gone_after
+    (held.bad,) = folders(
+        unmerged, samplers[1:2]
+    )  # the batch fails for this, unless for the servers
+    futures = [ask(unmerged, sampler) for sampler in samplers]
+    with caplog.at_level("WARNING"):
+        held.go.set()
+        found = [answer(unmerged, future) for future in futures]
+    fault = {"error": "no engine is left", "category": "server"}
+    assert found.count(fault) == (3, 3, 2)[gone_after]
+    assert len(held.commands) == gone_after + 1
+    said = [record for record in caplog.records if "no engine is left" in record.message]
+    assert len(said) == 1
+
+
+def test_samples_that_nobody_waits_for_are_not_drawn(unmerged: Api) -> None:
+    """A client may cancel its own, as long as they wait; nothing else changes."""
+    sampler, other = samplers_of(unmerged, [4, 4])
+    held = hold(unmerged)
+    futures = [ask(unmerged, sampler), ask(unmerged, other), ask(unmerged, sampler, 2)]
+    ids = [{"request_id": future["request_id"]} for future in futures]
+    assert unmerged.post("cancel_future", ids[0]) == {}
+    step = {"request_id": f"{unmerged.bystander}/1"}  # is being executed
+    assert unmerged.post("cancel_future", step) == {}
+    unknown = unmerged.send("cancel_future", b'{"request_id": "x/1"}', {})
+    assert unknown.status_code == 404
+    held.go.set()
+    cancelled = {"error": "cancelled by its client", "category": "user"}
+    assert [answer(unmerged, future) for future in futures] == [cancelled, None, None]
+    assert "metrics" in unmerged.post("retrieve_future", step)
+    assert [len(command["prompts"]) for command in held.commands] == [2]
+    assert unmerged.post("cancel_future", ids[1]) == {}, "it is done"
+    assert answer(unmerged, futures[1]) is None
 
 
 def test_the_last_answer_before_a_restart_is_of_the_whole_batch(unmerged: Api) -> None:

@@ -55,8 +55,8 @@ CASES = [
      "without --use-precision-aware-optimizer"),
     ("check_declared_rules_of_server", "--sequence-parallel", "--sequence-parallel",
      "without --tensor-model-parallel-size above 1"),
-    ("check_server_adapters", f"--lora-sync adapter {SGLANG}", "--lora-sync",
-     "requires SGLang servers that the server starts itself (--rollout-num-gpus)"),
+    ("check_server_adapters", "--lora-sync adapter --rollout-engine sglang --sglang-router-ip 127.0.0.1 "
+     "--sglang-router-port 3", "--lora-sync", "that are named (--rollout-external-engine-addrs)"),
     ("check_server_adapters", f"--max-sampler-adapters 2 {SGLANG}", "--max-sampler-adapters",
      "has no effect without --lora-sync adapter"),
     ("check_server_adapters", "--max-adapter-rank 8 --lora-sync adapter", "--max-adapter-rank",
@@ -108,6 +108,7 @@ def test_clients_bring_the_adapters_of_lora_sync(folder: Path) -> None:
     """In train.py it requires --lora-rank, which the server refuses."""
     words = ["--hf-checkpoint", str(folder / "hf"), "--lora-sync", "adapter"]
     assert parse_args(words, 1, SERVER).lora.lora_sync == "adapter"
+    assert parse_args([*words, *SGLANG.split()], 1, SERVER).lora.lora_sync == "adapter"
     with pytest.raises(ConfigError, match="--lora-rank"):
         parse_args([*words, "--lora-rank", "4"], 1, SERVER)
 
