@@ -36,6 +36,7 @@ LAYER_CONFIG_FIELDS = {
     "qk_norm_of_all_heads",
     "yarn_rotary_scaling_factor",
     "residual_multiplier",
+    "llama3_original_length",
 }
 # of attention whose heads differ by layer
 SIZED_FIELDS = {"window_groups", "value_channels"}
@@ -263,6 +264,10 @@ def _layer_config() -> type[TransformerConfig]:
         residual_multiplier: float = 1.0  # of the outputs of attention and MLP
         logit_softcap: float | None = None  # logits z are cap * tanh(z / cap)
         logits_scaling: float = 1.0  # divides the hidden states before the output layer
+        # of Llama 3's rotary embedding, if other than its own, which megatron-core has
+        llama3_low_frequency: float | None = None
+        llama3_high_frequency: float | None = None
+        llama3_original_length: int | None = None
         # YaRN settings, which GPTModel reads from the config
         yarn_rotary_scaling_factor: float = 1.0
         yarn_original_max_position_embeddings: int = 4096
@@ -300,6 +305,13 @@ def _sized_config() -> type[TransformerConfig]:
         shared_key_layers: int = 0
         wide_mlps: bool = False
         layer_input_size: int = 0  # of the input of each layer, see model/layer_inputs.py
+        head_gates: bool = False  # a gate for the output of each head
+        # dimensions of a head that are rotated in layers with a window, if other than in the rest
+        window_rotary_width: int | None = None
+        # bounds of what the activations of experts, and of MLPs and shared experts, return, by
+        # layer; 0: none. See model/clamped_mlp.py
+        expert_clamps: list[float] | None = None
+        mlp_clamps: list[float] | None = None
 
         def __post_init__(self) -> None:
             self.hetereogenous_dist_checkpoint = True  # tensors of layers differ in shape

@@ -71,7 +71,7 @@ def family_of(name: str) -> ModelFamily:
 
 def tiny_settings(family: ModelFamily, **changes: Any) -> dict[str, Any]:
     """Keys of a tiny model's configuration class. changes: of these keys. A family's `layer_types`
-    are repeated for all layers, of its `mlp_layer_types` the last one."""
+    are repeated for all layers, of its other lists by layer the last one."""
     settings = {**SIZES, **family.tiny, **changes}
     if "layer_types" not in changes and (kinds := settings.get("layer_types")):
         repeated = itertools.cycle(kinds)
@@ -79,6 +79,10 @@ def tiny_settings(family: ModelFamily, **changes: Any) -> dict[str, Any]:
     if "mlp_layer_types" not in changes and (kinds := settings.get("mlp_layer_types")):
         missing = settings["num_hidden_layers"] - len(kinds)
         settings["mlp_layer_types"] = [*kinds, *[kinds[-1]] * missing]
+    for key in ("swiglu_limits", "swiglu_limits_shared"):
+        if bounds := settings.get(key):
+            count = settings["num_hidden_layers"]
+            settings[key] = [*bounds, *[bounds[-1]] * count][:count]
     if not family.text_config:
         return settings
     vision = settings.pop("vision_config")
@@ -152,12 +156,13 @@ def make_tiny_model(
         keys |= image_settings(family, tokenizer)
         if takes_whole_images(family):
             tokenizer.chat_template = image_template(IMAGE_START)
-    settings = tiny_settings(family, **(keys | changes))
+    of_class = class_family(family)
+    settings = tiny_settings(of_class, **(keys | changes))
     model_type = family.same_as or family.model_type
     config = AutoConfig.for_model(model_type, **settings, dtype=torch.float32)
     torch.manual_seed(seed)
     plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
-    auto = AutoModelForImageTextToText if family.text_config else AutoModelForCausalLM
+    auto = AutoModelForImageTextToText if of_class.text_config else AutoModelForCausalLM
     model = auto.from_config(config, **plain).eval()
     randomize(model)
     model.save_pretrained(folder)
@@ -166,14 +171,31 @@ def make_tiny_model(
         save_image_processor(folder, config.vision_config.to_dict())
     weights = folder / "model.safetensors"
     tensors = published_tensors(type(model).__name__, load_file(weights))
+    if of_class is not family:
+        tower = family.untrained_prefixes
+        tensors = {name: x for name, x in tensors.items() if not name.startswith(tower)}
     save_file(tensors, weights, metadata={"format": "pt"})
     if family.same_as is not None:
         path = folder / "config.json"
-        own = {"architectures": [family.architecture], "model_type": family.model_type}
-        path.write_text(json.dumps(json.loads(path.read_text()) | own))
+        path.write_text(json.dumps(own_config(family, json.loads(path.read_text()))))
     if count := read_hf_model(str(folder)).prediction_layers:
         add_prediction_layers(folder, family, count)
     return model
+
+
+def class_family(family: ModelFamily) -> ModelFamily:
+    """The family itself, or that of a model with a tower, if transformers has the text of this one
+    there alone."""
+    if family.same_as is None or family.text_config:
+        return family
+    other = family_of(family.same_as)
+    return other if other.text_config else family
+
+
+def own_config(family: ModelFamily, saved: dict[str, Any]) -> dict[str, Any]:
+    """config.json of a family without a class in transformers, as saved by that of another one."""
+    text = saved if class_family(family) is family else saved["text_config"]
+    return {**text, "architectures": [family.architecture], "model_type": family.model_type}
 
 
 def published_tensors(class_name: str, tensors: dict[str, Any]) -> dict[str, Any]:

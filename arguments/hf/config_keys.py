@@ -139,13 +139,6 @@ UNSUPPORTED: Mapping[str, tuple[str, str]] = {
     ),
     "BailingHybridForCausalLM": ("linear attention with its own decay", "Qwen3NextForCausalLM"),
     **dict.fromkeys(
-        ("Step3p5ForCausalLM", "Step3p7ForConditionalGeneration"),
-        (
-            "an output gate for each head, and clamps and shares of rotation that differ by layer",
-            "MiMoV2FlashForCausalLM",
-        ),
-    ),
-    **dict.fromkeys(
         ("Llama4ForCausalLM", "Llama4ForConditionalGeneration"),
         ("attention within chunks and queries scaled by position", "LlamaForCausalLM"),
     ),
@@ -212,6 +205,7 @@ Count = Annotated[int, Field(ge=0, le=MOST_LAYERS)]
 Names = Annotated[list[str], Field(max_length=MOST_LAYERS, fail_fast=True)]
 Letters = Annotated[str, Field(max_length=MOST_LAYERS)]
 Integers = Annotated[list[int], Field(max_length=MOST_LAYERS, fail_fast=True)]
+Numbers = Annotated[list[Number | None], Field(max_length=MOST_LAYERS, fail_fast=True)]
 
 
 class RopeTypes(TypedDict, total=False):
@@ -273,7 +267,14 @@ class ConfigTypes(TypedDict, total=False):
     torch_dtype: str | None
     index_topk_pattern: str | None
     rope_theta: Number | None
+    rope_theta_of_layers: Numbers | None  # `rope_theta` that is a list; see _type_problems
     partial_rotary_factor: Number | None
+    partial_rotary_factors: Numbers | None
+    swiglu_limits: Numbers | None
+    swiglu_limits_shared: Numbers | None
+    moe_layers_enum: Letters | Integers | None
+    attention_other_setting: dict[str, object] | None
+    yarn_only_types: Names | None
     attention_dropout: Number | None
     use_mtp: bool | None
     use_routing_bias: bool | None

@@ -105,7 +105,7 @@ def read_hf_model(folder: str, *, value_head: bool = False) -> HfModel:
         rope = _latent_rope(transformer)
     else:
         rope = read_rope(reader, family.rotary_percent, family.rope_theta)
-    transformer |= rope["yarn"]
+    transformer |= rope["yarn"] | rope["llama3"]
     gpt = _gpt(reader, head_dim=transformer["kv_channels"], rope=rope)
     if not family.rotary:
         gpt["position_embedding_type"] = "none"
@@ -157,6 +157,8 @@ def _read_config(folder: str) -> dict[str, Any]:
 
 def _type_problems(folder: str, config: Mapping[str, object]) -> list[Problem]:
     """Problems of values that have a type that the rest of this module cannot handle."""
+    if isinstance(by_layer := config.get("rope_theta"), list):
+        config = {**config, "rope_theta": None, "rope_theta_of_layers": by_layer}
     try:
         CONFIG_TYPES.validate_python(config, strict=True)
     except ValidationError as error:
@@ -303,6 +305,7 @@ def _latent_rope(transformer: Mapping[str, Any]) -> Rope:
         factor=1.0,
         percent=1.0,
         yarn={},
+        llama3={},
     )
 
 

@@ -9,16 +9,16 @@ from typing import Any, TypedDict
 
 from slime_like.weights.families import ConfigReader
 
-# Llama 3.1's numbers, hard-coded in megatron-core's rotary embedding; only the factor can be set.
-LLAMA3_FIXED = {
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
+# our setting of Llama 3's rotary embedding -> key, and the number that megatron-core has
+LLAMA3 = {
+    "llama3_low_frequency": ("low_freq_factor", 1.0),
+    "llama3_high_frequency": ("high_freq_factor", 4.0),
+    "llama3_original_length": ("original_max_position_embeddings", 8192),
 }
 ROPE_KEYS = {
     "default": frozenset(),
     "linear": frozenset({"factor"}),
-    "llama3": frozenset({"factor", *LLAMA3_FIXED}),
+    "llama3": frozenset({"factor", *(key for key, _ in LLAMA3.values())}),
     "yarn": frozenset(
         [
             "factor",
@@ -44,6 +44,7 @@ class Rope(TypedDict):
     factor: float
     percent: float  # fraction of each head's dimensions that is rotated
     yarn: dict[str, object]  # megatron-core's YaRN settings, empty for other types
+    llama3: dict[str, object]  # settings in `LLAMA3`, empty where they are megatron-core's
 
 
 def read_rope(
@@ -70,6 +71,7 @@ def read_rope(
         factor=given.get("factor", 1.0),
         percent=percent,
         yarn={},
+        llama3={},
     )
     if rotary_percent is None and partial not in (None, 1, 1.0):
         reader.refuse(
@@ -97,12 +99,7 @@ def read_rope(
     if rope_type == "yarn":
         result["yarn"] = _yarn(reader, given, result["factor"])
     if rope_type == "llama3":
-        for key, only in LLAMA3_FIXED.items():
-            if given.get(key) != only:
-                reader.refuse(
-                    f"rope_type 'llama3' with {key} {given.get(key)!r} is not supported: "
-                    f"megatron-core fixes it at {only}"
-                )
+        result["llama3"] = _llama3(reader, given)
     return result
 
 
@@ -115,6 +112,23 @@ def _rope_keys(reader: ConfigReader) -> dict[str, Any]:
     if old and new and old != new:
         reader.refuse("rope_scaling and rope_parameters differ; keep one of them")
     return {key: value for key, value in (new or old).items() if key not in OF_IMAGES}
+
+
+def _llama3(reader: ConfigReader, given: Mapping[str, Any]) -> dict[str, object]:
+    """The settings in `LLAMA3`, if any is not megatron-core's."""
+    found: dict[str, Any] = {name: given.get(key) for name, (key, _) in LLAMA3.items()}
+    low, high, length = found.values()
+    legal = all(isinstance(x, int | float) and x > 0 for x in (low, high, length))
+    if not legal or not low < high or length != int(length):
+        reader.refuse(
+            f"rope_type 'llama3' with low_freq_factor {low!r}, high_freq_factor {high!r} and "
+            f"original_max_position_embeddings {length!r} is not supported: the factors must be "
+            "positive, the high one larger, and the length a positive integer"
+        )
+        return {}
+    if all(found[name] == usual for name, (_, usual) in LLAMA3.items()):
+        return {}
+    return {**found, "llama3_original_length": int(length)}
 
 
 def _yarn(reader: ConfigReader, given: Mapping[str, Any], factor: float) -> dict[str, object]:

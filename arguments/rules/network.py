@@ -76,7 +76,8 @@ def check_local_layers(s: Settings) -> list[Problem]:
     if backend not in ("auto", "local"):
         message = f"{NEEDS_TRANSFORMER_ENGINE}; use auto or local"
         problems += problem("attention_backend", backend, message)
-    own_norms = s.core.get("linear_attention_freq") or s.core.get("post_mlp_layernorm")
+    with_own_norms = ("linear_attention_freq", "post_mlp_layernorm", "head_gates")
+    own_norms = any(s.core.get(name) for name in with_own_norms)
     if s.core.get("layernorm_zero_centered_gamma") and not own_norms:
         message = f"{NEEDS_TRANSFORMER_ENGINE}; remove it"
         problems.append(Problem("--apply-layernorm-1p", None, message))

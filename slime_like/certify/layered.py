@@ -177,6 +177,10 @@ class LayeredModel:
         return rows.to(value).reshape(value.shape)
 
 
+# transformers' blocks that multiply by routed_scaling_factor what the experts have added up
+SCALING_OUTPUT = ("Step3p7SparseMoeBlock",)
+
+
 def layer_hooks(layer: torch.nn.Module, states: dict[str, Tensor], site: str) -> list[Any]:
     """Hooks that keep what a layer and its parts compute; to remove afterwards."""
     handles = [layer.register_forward_hook(partial(keep, states, site))]
@@ -184,7 +188,10 @@ def layer_hooks(layer: torch.nn.Module, states: dict[str, Tensor], site: str) ->
         handles.append(module.register_forward_hook(partial(keep, states, f"{site}.{part}")))
     for name, module in layer.named_modules():
         if name.endswith("experts"):
-            hook = partial(keep_routes, states, f"{site}.router")
+            block = layer.get_submodule(name.rpartition(".")[0])
+            scaled_later = type(block).__name__ in SCALING_OUTPUT
+            scale = float(block.routed_scaling_factor) if scaled_later else 1.0  # type: ignore[arg-type]
+            hook = partial(keep_routes, states, f"{site}.router", scale)
             handles.append(module.register_forward_pre_hook(hook))
     return handles
 
@@ -199,13 +206,18 @@ def keep(
 
 
 def keep_routes(
-    states: dict[str, Tensor], site: str, module: Any, inputs: tuple[Tensor, ...]
+    states: dict[str, Tensor], site: str, scale: float, module: Any, inputs: tuple[Tensor, ...]
 ) -> None:
     """Hook before experts, which take hidden states [n, H], chosen experts and weights [n, k]: keep
-    each expert's weight [n, E], 0 if it is not chosen."""
+    each expert's weight [n, E], 0 if it is not chosen.
+
+    Args:
+        scale: Of the experts' output, which the trainer has in the weights.
+    """
     if len(inputs) < 3 or not isinstance(count := getattr(module, "num_experts", None), int):
         return
     weights = inputs[2].float() if inputs[2].dtype.itemsize < 4 else inputs[2]
+    weights = weights * scale
     states[site] = weights.new_zeros(weights.size(0), count).scatter(1, inputs[1], weights).cpu()
 
 

@@ -268,7 +268,7 @@ def _loaded_as(name: str) -> str:
 
 def _all_experts(plan: TensorPlan) -> bool:
     is_convolution = len(plan.shape) == 3 and plan.shape[1] == 1
-    in_experts = ".experts." in plan.name or ".block_sparse_moe." in plan.name
+    in_experts = any(f".{m}." in plan.name for m in ("experts", "block_sparse_moe", "moe"))
     return len(plan.shape) == 3 and in_experts and not is_convolution
 
 

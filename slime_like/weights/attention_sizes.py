@@ -1,7 +1,7 @@
 """Sizes of attention whose heads differ by layer: layers with a sliding window have other numbers
-or sizes of them than those without (MiMo-V2-Flash, Gemma 4), values have another size than keys
-(MiMo-V2-Flash), those of layers without a window are the keys (Gemma 4 31B), or the last layers
-have no keys and values of their own (Gemma 4 E2B)."""
+or sizes of them than those without (MiMo-V2-Flash, Gemma 4, Step-3.5), values have another size
+than keys (MiMo-V2-Flash), those of layers without a window are the keys (Gemma 4 31B), or the last
+layers have no keys and values of their own (Gemma 4 E2B)."""
 
 from __future__ import annotations
 
@@ -35,14 +35,16 @@ class AttentionSizes:
     # attends to the keys and values of the last layer of its kind that has some
     reads_keys: bool = False
     lends_keys: bool = False
+    gated: bool = False  # the output of each head is multiplied by a gate
 
     @property
     def width(self) -> int:
-        """Rows of the projection of queries, keys and values."""
+        """Rows of the projection of queries, gates, keys and values."""
+        queries = self.heads * (self.head_dim + self.gated)
         if self.reads_keys:
-            return self.heads * self.head_dim
+            return queries
         values = self.value_dim if self.projected_values else 0
-        return self.heads * self.head_dim + self.groups * (self.head_dim + values)
+        return queries + self.groups * (self.head_dim + values)
 
     @property
     def output(self) -> int:
@@ -66,6 +68,7 @@ def attention_sizes(config: TransformerConfig, *, windowed: bool) -> AttentionSi
         projected_values=windowed or not getattr(config, "keys_are_values", False),
         sinks=sinks and (windowed or not getattr(config, "sinks_of_windows", False)),
         windowed=windowed,
+        gated=getattr(config, "head_gates", False),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from slime_like.weights.mappings import (
     QKV,
@@ -69,6 +69,25 @@ class SizedQKV(OfLayer, QKV):
         yield TensorPart(self.key, group * own.head_dim, (group + 1) * own.head_dim)
         if own.projected_values:
             yield TensorPart(self.value, group * own.value_dim, (group + 1) * own.value_dim)
+
+
+@dataclass(frozen=True)
+class SizedGatedQKV(SizedQKV):
+    """The same with a gate for each head, behind the queries of its group."""
+
+    gate: str = field(default="", kw_only=True)
+
+    def hf_shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
+        heads = sizes.attention[self.layer].heads
+        return {**super().hf_shapes(sizes), self.gate: (heads, sizes.hidden)}
+
+    def _group(self, sizes: Sizes, group: int) -> Iterator[TensorPart]:
+        own = sizes.attention[self.layer]
+        queries, *others = super()._group(sizes, group)
+        heads = own.heads // own.groups
+        yield queries
+        yield TensorPart(self.gate, group * heads, (group + 1) * heads)
+        yield from others
 
 
 @dataclass(frozen=True)

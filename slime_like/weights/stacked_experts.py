@@ -1,9 +1,10 @@
-"""Mappings of files that have a layer's experts as one tensor: gpt-oss, Qwen3-VL-MoE, Granite."""
+"""Mappings of files that have a layer's experts as one tensor: gpt-oss, Qwen3-VL-MoE, Granite,
+Gemma 4, Step-3.5."""
 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, TypeVar
 
 from slime_like.weights.mappings import ExpertSlice, Mapping, Sizes, TensorPart, shard_bounds
@@ -97,6 +98,25 @@ class GateUpRows(StackedGateUpHalves):
 
     def hf_shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
         return {self.hf: (sizes.experts, 2 * sizes.expert_ffn, sizes.hidden)}
+
+
+@dataclass(frozen=True)
+class GateAndUpRows(StackedGateUp):
+    """Gate and up projection in a tensor each, [experts, rows, columns]."""
+
+    up: str = field(default="", kw_only=True)
+
+    def at(self, layer: int, expert: int = 0) -> GateAndUpRows:
+        own = super().at(layer, expert)
+        return dataclasses.replace(own, up=self.up.format(layer=layer))
+
+    def hf_shapes(self, sizes: Sizes) -> dict[str, tuple[int, ...]]:
+        return dict.fromkeys((self.hf, self.up), (sizes.experts, sizes.expert_ffn, sizes.hidden))
+
+    def parts(self, sizes: Sizes, tp_rank: int, tp_size: int, rows: int) -> list[TensorPart]:
+        share = shard_bounds(sizes.expert_ffn, tp_rank, tp_size)
+        whole = ExpertSlice(self.expert, rows_first=True)
+        return [TensorPart(name, *share, whole) for name in (self.hf, self.up)]
 
 
 @dataclass(frozen=True)

@@ -215,6 +215,23 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": [*["sliding_attention"] * 2, "full_attention"] * 2,
         },
     ),
+    # as many heads in all layers, half of them rotated where there is a window, a dense layer amid
+    # others, clamps of shared experts alone
+    "Step-3.7 with its own values": (
+        "Step3p7ForConditionalGeneration",
+        {
+            **{"num_sliding_attention_heads": None, "query_pre_attn_scalar": None},
+            **{"swiglu_limits": None, "swiglu_limits_shared": [0.0, 0.1, 0.05]},
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "mlp_layer_types": ["sparse", "dense", "sparse"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 500.0},
+                "sliding_attention": {
+                    **{"rope_type": "default", "rope_theta": 50.0, "partial_rotary_factor": 0.5}
+                },
+            },
+        },
+    ),
     "LFM2 with YaRN": ("Lfm2ForCausalLM", {"rope_parameters": YARN, "conv_L_cache": 2}),
     "Granite 4 with experts": (
         "GraniteMoeHybridForCausalLM",
@@ -350,6 +367,16 @@ CELLS = {
         ("MiMoV2FlashForCausalLM", TP2_EP2),
         ("MiMoV2FlashForCausalLM", f"{CP2} {EP2} {RECOMPUTE['recompute']}"),
         ("MiMoV2FlashForCausalLM", "--micro-batch-size 1"),  # DP2
+        ("Step3p7ForConditionalGeneration", TP2_EP2),
+        ("Step3p7ForConditionalGeneration", f"{CP2} {EP2} {RECOMPUTE['recompute']}"),
+        ("Step3p7ForConditionalGeneration", "--micro-batch-size 1"),  # DP2
+        (
+            "Step3p7ForConditionalGeneration",
+            f"{PP2} --recompute-granularity selective --recompute-modules core_attn layernorm moe",
+        ),
+        ("Step-3.7 with its own values", f"{TP2_EP2} {RECOMPUTE['recompute']}"),
+        ("Step-3.7 with its own values", f"{CP2} {EP2}"),
+        ("Step-3.7 with its own values", f"{PP2} --num-virtual-stages-per-pipeline-rank 2"),
         ("Qwen3VLMoeForConditionalGeneration", TP2_EP2),
         ("Mistral3ForConditionalGeneration", CP2),
         ("Glm4ForCausalLM", f"{CP2} {RECOMPUTE['recompute']}"),
@@ -455,6 +482,9 @@ CELLS = {
         ("MiMoV2FlashForCausalLM", f"{PP2} {EP2}"),
         ("MiMoV2FlashForCausalLM", f"{TP2_EP2} {CP2} {RECOMPUTE['recompute']}"),
         ("MiMoV2FlashForCausalLM", f"{PP2} {TP2_EP2}"),
+        ("Step3p7ForConditionalGeneration", f"{PP2} {EP2}"),
+        ("Step3p7ForConditionalGeneration", f"{TP2_EP2} {CP2} {RECOMPUTE['recompute']}"),
+        ("Step-3.7 with its own values", f"{PP2} {TP2_EP2}"),
         ("GptOssForCausalLM", f"{TP2_EP2} {CP2}"),
         ("windows in some layers", f"{PP2} {CP2} {RECOMPUTE['recompute']}"),
         ("Glm4ForCausalLM", f"{PP2} --tensor-model-parallel-size 2"),
@@ -739,6 +769,28 @@ def test_experts_in_one_tensor(alone: Any, tmp_path: Path) -> None:
     save_file(tensors, folder / "model.safetensors")
     fused = Ours(folder, alone, torch.float32).exported()
     assert fused.keys() == each.keys() and all(torch.equal(fused[n], each[n]) for n in each)
+
+
+def test_clamps_of_layers(alone: Any, tmp_path: Path) -> None:
+    """They change what a tiny model of Step's computes, or agreement about it would say nothing;
+    and an MLP with one is cut in checkpoints as others are."""
+    name, none = "Step3p7ForConditionalGeneration", {"swiglu_limits": None}
+    tokens = [torch.arange(40)]
+    found = {}
+    for case, changes in {
+        "both": {},
+        "shared": none,
+        "neither": {**none, "swiglu_limits_shared": None},
+    }.items():
+        make_tiny_model(name, tmp_path / case, **changes)
+        ours = Ours(tmp_path / case, alone, torch.float32)
+        state = ours.chunks[0].sharded_state_dict()
+        cut = {key: type(part).__name__ for key, part in state.items() if "fc1.weight" in key}
+        found[case] = (cut, ours.logits(tokens)[0].detach())
+    (cut, both), (_, shared), (plain, neither) = found.values()
+    assert cut == plain and set(cut.values()) == {"ShardedTensorFactory"}
+    assert float((both - shared).abs().max()) > 1e-3
+    assert float((shared - neither).abs().max()) > 1e-3
 
 
 def test_kimi_linear_as_transformers_saves_it(alone: Any, tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ VARIANTS = {
         *("Olmo3ForCausalLM", "Exaone4ForCausalLM", "Phi3ForCausalLM"),
         *("Glm4vForConditionalGeneration", "KimiK25ForConditionalGeneration"),
         *("GraniteMoeSharedForCausalLM", "MiMoV2FlashForCausalLM"),
+        "Step3p7ForConditionalGeneration",
         *("Gemma4ForConditionalGeneration", "Lfm2MoeForCausalLM"),
         *("NemotronHForCausalLM", "Glm5NextForConditionalGeneration"),
         *("Qwen4ExpForConditionalGeneration", "DeepseekV4ForCausalLM"),
@@ -59,10 +60,12 @@ def test_it_trains(server: TrainServer, work: Workspace, tmp_path: Path, family:
     before, after = weights_of(model), weights_of(out / "hf")
     assert before.keys() == after.keys()
     same = [name for name in before if torch.equal(before[name], after[name])]
-    tower = r"\.visual\.|\b(vision_tower|embed_vision)\.|projector\."
+    tower = r"\.visual\.|\b(vision_tower|vision_model|embed_vision)\.|projector\."
     memory = r"\.ple_embedding\.(layer|ngram_heads)_"
     frozen = re.compile(rf"{tower}|{memory}|^mtp\.|\.indexer\.|layer_scalar$|tid2eid$")
-    router = re.compile(r"e_score_correction_bias|feed_forward\.expert_bias|ffn\.gate\.bias")
+    router = re.compile(
+        r"e_score_correction_bias|feed_forward\.expert_bias|moe\.router_bias|ffn\.gate\.bias"
+    )
     untrained = {name for name in before if frozen.search(name)}
     assert untrained == {name for name in same if not router.search(name)}
     class_for_text(AutoConfig.from_pretrained(out / "hf")).from_pretrained(out / "hf")

@@ -336,7 +336,7 @@ class LocalEngine(RolloutEngine):
 
 # names of towers and their projectors in transformers' classes
 TOWERS = (
-    *("visual", "vision_tower", "multi_modal_projector", "mm_projector"),
+    *("visual", "vision_tower", "vision_model", "multi_modal_projector", "mm_projector"),
     *("embed_vision", "audio_tower", "embed_audio"),
 )
 

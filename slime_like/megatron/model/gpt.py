@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -69,7 +70,11 @@ MODEL_FUNCTION = {
     "sinks_of_windows": "", "embedding_multiplier": "", "residual_multiplier": "",
     "logits_scaling": "", "logit_softcap": "final_logit_softcapping", "rotary_share": "",
     "shared_key_layers": "num_kv_shared_layers", "wide_mlps": "use_double_wide_mlp",
-    "layer_input_size": "hidden_size_per_layer_input",
+    "layer_input_size": "hidden_size_per_layer_input", "head_gates": "use_head_wise_attn_gate",
+    "window_rotary_width": "partial_rotary_factors", "expert_clamps": "swiglu_limits",
+    "mlp_clamps": "swiglu_limits_shared", "llama3_low_frequency": "low_freq_factor",
+    "llama3_high_frequency": "high_freq_factor",
+    "llama3_original_length": "original_max_position_embeddings",
     "layer_scalars": "", "experts_beside_mlp": "enable_moe_block", "short_conv": "",
     "router_epsilon": "",
     "activation_func_clamp_value": "swiglu_limit", "glu_linear_offset": "", "index_topk": "",
@@ -296,6 +301,12 @@ def build_chunks(
             add_prediction_layers(chunk, config, gpt.mtp_num_layers, transformer_impl, vp_stage)
         if gpt.vision is not None:
             add_vision(chunk, gpt.vision, sequence_parallel=config.sequence_parallel)
+        if getattr(config, "llama3_original_length", None) and gpt.use_rope_scaling:
+            _use_llama3_numbers(chunk.rotary_pos_emb, config, gpt)
+        if getattr(config, "expert_clamps", None) or getattr(config, "mlp_clamps", None):
+            from slime_like.megatron.model.clamped_mlp import clamp_activations
+
+            clamp_activations(chunk)
         set_latent_epsilon(chunk)
         mark_parameters(chunk)
         if chunk.pre_process and getattr(config, "embedding_scale", 1.0) != 1.0:
@@ -347,6 +358,20 @@ def set_latent_epsilon(chunk: LanguageModule) -> None:
     for name, module in chunk.named_modules():
         if name.endswith(LATENT_NORMS) and hasattr(module, "eps"):
             module.eps = epsilon
+
+
+def _use_llama3_numbers(rotary: Any, config: TransformerConfig, gpt: GPTModelConfig) -> None:
+    """Scale the frequencies of Llama 3's rotary embedding by the numbers of `config`; megatron-core
+    has used those of Llama 3.1."""
+    width = 2 * len(rotary.inv_freq)
+    steps = torch.arange(0, width, 2, dtype=torch.float32, device=rotary.inv_freq.device) / width
+    rotary.inv_freq = rotary._apply_scaling(
+        1.0 / (gpt.rotary_base or 10000) ** steps,
+        factor=gpt.rope_scaling_factor,
+        low_freq_factor=config.llama3_low_frequency,
+        high_freq_factor=config.llama3_high_frequency,
+        original_max_position_embeddings=config.llama3_original_length,
+    )
 
 
 def _scale_embedding(

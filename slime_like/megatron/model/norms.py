@@ -100,7 +100,9 @@ class PostNormLayer(TransformerLayer):
             self.self_attn_bda = _apply_before(multiply, self.self_attn_bda)
             self.mlp_bda = _apply_before(multiply, self.mlp_bda)
         self.rotary_base: float | None = None  # replaces that of the model
-        self.rotary_width = getattr(config, "window_channels", None)
+        self.rotary_width = getattr(config, "window_rotary_width", None) or getattr(
+            config, "window_channels", None
+        )
         self.rotary_share = getattr(config, "rotary_share", 1.0)
         size = config.window_size
         layers = config.window_attn_skip_freq

@@ -1,6 +1,8 @@
-"""Attention whose heads differ by layer (MiMo-V2-Flash, Gemma 4); see weights/attention_sizes.py
-for what may differ. Values may be scaled, or normalised by head without a weight. A layer may
-attend to the keys and values of another one, which are lent before they are rotated."""
+"""Attention whose heads differ by layer (MiMo-V2-Flash, Gemma 4, Step-3.5); see
+weights/attention_sizes.py for what may differ. Values may be scaled, or normalised by head without
+a weight. A layer may attend to the keys and values of another one, which are lent before they are
+rotated. A head may have a gate, whose row of the projection follows the queries of its group: its
+output is multiplied by the sigmoid of that number."""
 
 from __future__ import annotations
 
@@ -100,9 +102,10 @@ class SizedAttention(SelfAttention):
 
     def get_query_key_value_tensors(
         self, hidden_states: Tensor, *_: object, **__: object
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         """[T, 1, hidden] -> queries [T, 1, heads / tp, d], keys [T, 1, groups / tp, d], values
-        [T, 1, groups / tp, dv]."""
+        [T, 1, groups / tp, dv], and, if the heads have gates, these before the sigmoid [T, 1,
+        heads / tp]."""
         mixed, _bias = self.linear_qkv(hidden_states)
         sizes = self.sizes
         grouped = mixed.unflatten(-1, (self.num_query_groups_per_partition, -1))
@@ -113,10 +116,14 @@ class SizedAttention(SelfAttention):
         if sizes.reads_keys:
             key, value = (borrow(hidden_states, self.sides[name]) for name in self.lent)
             return query, key, value
-        key = grouped[..., queries : queries + sizes.head_dim]
+        first = queries + sizes.gated * (sizes.heads // sizes.groups)
+        key = grouped[..., first : first + sizes.head_dim]
         value = grouped[..., -sizes.value_dim :]  # the key, where there is no other
         if self.k_layernorm is not None:
             key = self.k_layernorm(key)
+        if sizes.gated:
+            gate = grouped[..., queries : queries + sizes.heads // sizes.groups].flatten(2)
+            return query, key, value, gate
         if self.config.value_norm:
             wide = value.to(torch.promote_types(value.dtype, torch.float32))
             value = F.rms_norm(wide, wide.shape[-1:], eps=self.config.layernorm_epsilon)
@@ -128,12 +135,19 @@ class SizedAttention(SelfAttention):
             value = lend(value, value, self.sides, self.lent[1])
         return query, key, value
 
+    def _apply_output_gate(self, x: Tensor, gate: Tensor) -> Tensor:
+        """x: the output of the heads [T, 1, heads / tp * dv]."""
+        heads = x.unflatten(-1, (gate.size(-1), -1))
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        return (heads * gate.to(dtype).sigmoid().unsqueeze(-1)).to(x.dtype).flatten(-2)
+
 
 def _config_of_layer(config: TransformerConfig, sizes: AttentionSizes) -> TransformerConfig:
     own = copy.copy(config)
     own.num_attention_heads = sizes.heads
     own.num_query_groups = sizes.groups
     own.kv_channels = sizes.head_dim
+    own.attention_output_gate = sizes.gated
     if not sizes.sinks:
         own.softmax_type = "vanilla"
     return own

@@ -40,6 +40,7 @@ from slime_like.weights.families import (  # noqa: F401  (each registers its fam
     shells,
     smollm3,
     solar_open,
+    step3p5,
 )
 from slime_like.weights.families.base import (
     EMBEDDING,

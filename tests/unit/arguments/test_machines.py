@@ -16,7 +16,7 @@ from arguments.megatron_configs import Machine
 from arguments.parse import parse_args
 from arguments.run_config import RunConfig
 from megatron_patches import patch
-from scripts.make_tiny_model import ROOT, family_of, tiny_settings
+from scripts.make_tiny_model import ROOT, class_family, family_of, own_config, tiny_settings
 from slime_like import doctor
 from slime_like.errors import RunError
 from slime_like.megatron.init import device_of_this_process
@@ -41,11 +41,10 @@ def config_of(architecture: str, folder: Path) -> Path:
     from transformers import AutoConfig
 
     family = family_of(architecture)
-    settings = tiny_settings(family, vocab_size=64, eos_token_id=1)
-    own = {"architectures": [architecture], "model_type": family.model_type}
+    settings = tiny_settings(class_family(family), vocab_size=64, eos_token_id=1)
     config = AutoConfig.for_model(family.same_as or family.model_type, **settings).to_dict()
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({**config, **own}))
+    (folder / "config.json").write_text(json.dumps(own_config(family, config)))
     return folder
 
 

@@ -25,12 +25,13 @@ from tests.unit.certify.planted import (
 )
 from tests.unit.certify.worlds import World, make_world
 
-# each of them with three seeds, and three of them in bfloat16, engine and trainer: 96 clean runs
+# each of them with three seeds, and three of them in bfloat16, engine and trainer: 99 clean runs
 CLEAN = (
     *("Qwen3ForCausalLM", "LlamaForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM"),
     *("Gemma3ForCausalLM", "GptOssForCausalLM", "Qwen3NextForCausalLM", "Olmo2ForCausalLM"),
     *("Gemma4ForCausalLM", "GraniteForCausalLM", "Lfm2ForCausalLM", "MiMoV2FlashForCausalLM"),
     *("GraniteMoeHybridForCausalLM", "GraniteMoeSharedForCausalLM", "DeepseekV4ForCausalLM"),
+    "Step3p7ForConditionalGeneration",
 )
 ROUNDED = ("Qwen3ForCausalLM", "MixtralForCausalLM", "Glm4MoeForCausalLM")
 

@@ -51,7 +51,7 @@ SMALL = re.compile(
 )
 NO_FORM = {"DeepseekV4ForCausalLM": "nothing to quantise"} | dict.fromkeys(
     ("GptOssForCausalLM", "GraniteMoeForCausalLM", "GraniteMoeSharedForCausalLM",
-     "Qwen3VLMoeForConditionalGeneration"), "all experts of a layer in one tensor",
+     "Qwen3VLMoeForConditionalGeneration", "Step3p5ForCausalLM", "Step3p7ForConditionalGeneration"), "all experts of a layer in one tensor",
 )  # fmt: skip
 
 

@@ -117,6 +117,12 @@ MIMO_V2 = {
     **dict.fromkeys(("num_experts", "mlp_only_layers")), "sliding_window": 128, "hybrid_layer_pattern": [0, 1, 1, 0],
     "rope_parameters": {kind: {"partial_rotary_factor": 0.5} for kind in ("full_attention", "sliding_attention")}, "rope_theta": None,
 }  # fmt: skip
+# half of the layers with more heads and a window; gates of heads
+STEP = {
+    **MOE, "architectures": ["Step3p5ForCausalLM"], "model_type": "step3p5", "n_routed_experts": 8, "share_expert_dim": 24,
+    **dict.fromkeys(("num_experts", "mlp_only_layers", "norm_topk_prob")), "sliding_window": 128, "num_sliding_attention_heads": 8,
+    "layer_types": ["full_attention", "sliding_attention"] * 2, "rope_theta": [1e6, 1e4] * 2, "moe_layers_enum": "1,2,3",
+}  # fmt: skip
 GEMMA4 = {
     **GEMMA3, "architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4_text", "query_pre_attn_scalar": None, "global_head_dim": 24,
     "num_global_key_value_heads": 1, "attention_k_eq_v": True, "hidden_size_per_layer_input": 0, "rope_theta": None, "hidden_act": None,
@@ -245,6 +251,7 @@ def test_the_advice_helps(tmp_path: Path) -> None:
             GRANITE,
             GRANITE_4,
             MIMO_V2,
+            STEP,
             GEMMA4,
             GEMMA4_MOE,
             GEMMA4_E2B,
@@ -268,6 +275,7 @@ def test_the_advice_helps(tmp_path: Path) -> None:
         "Granite",
         "Granite 4",
         "MiMo-V2",
+        "Step-3.5",
         "Gemma 4",
         "Gemma 4 with experts",
         "Gemma 4 E2B",

@@ -276,16 +276,16 @@ def test_windows(tmp_path: Path, config: Any, window: int, layers: list[int] | N
             ["beta_fast", "32"],
         ),
         (
-            llama(rope_parameters={**LLAMA3_ROPE, "low_freq_factor": 2.0}),
-            ["low_freq_factor", "2.0", "1.0"],
+            llama(rope_parameters={**LLAMA3_ROPE, "low_freq_factor": 4.0}),
+            ["low_freq_factor 4.0", "high_freq_factor 4.0", "the high one larger"],
         ),
         (
-            llama(rope_parameters={**LLAMA3_ROPE, "high_freq_factor": 8.0}),
-            ["high_freq_factor", "8.0", "4.0"],
+            llama(rope_parameters={**LLAMA3_ROPE, "high_freq_factor": None}),
+            ["high_freq_factor None", "must be positive"],
         ),
         (
-            llama(rope_parameters={**LLAMA3_ROPE, "original_max_position_embeddings": 4096}),
-            ["original_max_position_embeddings", "4096", "8192"],
+            llama(rope_parameters={**LLAMA3_ROPE, "original_max_position_embeddings": 81.5}),
+            ["original_max_position_embeddings 81.5", "a positive integer"],
         ),
         (
             llama(rope_scaling={"rope_type": "linear", "factor": 2.0}, rope_parameters=LLAMA3_ROPE),
