@@ -1,11 +1,12 @@
-"""The evaluation sets of a run: pairs on the command line (--eval-prompt-data), or a YAML file with
-settings for each set (--eval-config).
+"""The evaluation sets of a run: pairs on the command line (--eval-prompt-data), standard sets by
+name (--eval-sets), or a YAML file with settings for each set (--eval-config).
 
     eval:
       defaults: {n_samples_per_eval_prompt: 4, temperature: 0.6}
       datasets:
         - {name: aime, path: aime.jsonl, rm_type: math, max_response_len: 4096}
         - {name: easy, path: easy.jsonl, n_samples_per_eval_prompt: 1, temperature: 0}
+        - {name: maths, set: math-500, path: data/math-500}
 
 As in slime, ``eval:`` may be omitted, and ``datasets`` may be a mapping by name. Settings that a
 set omits are taken from `defaults`, then from the flags.
@@ -31,8 +32,11 @@ from slime_like.config import (
     Problem,
     arg,
 )
+from slime_like.standard_sets import located, standard_sets
+from slime_like.template import parse_template
 
 FLAG = "--eval-config"
+SETS_FLAG = "--eval-sets"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +61,8 @@ class EvalSet:
     apply_chat_template: bool | None = None
     apply_chat_template_kwargs: Mapping[str, object] | None = None
     max_prompt_len: int | None = arg(None, "", legal=AT_LEAST_ONE)
+    set: str | None = None  # a standard set; `path` is a copy of it, "" what this machine has
+    prompt_template: str | None = None  # of a standard set's prompt, in place of its own
 
     @property
     def metadata(self) -> dict[str, object]:
@@ -74,6 +80,8 @@ _TEXTS = (
     "input_key",
     "label_key",
     "metadata_key",
+    "set",
+    "prompt_template",
 )
 _KINDS: Mapping[str, tuple[type, ...]] = {
     **dict.fromkeys(_TEXTS, (str,)),
@@ -87,6 +95,7 @@ _KINDS: Mapping[str, tuple[type, ...]] = {
     "apply_chat_template": (bool,),
     "apply_chat_template_kwargs": (dict,),
 }
+_OF_OTHER_SETS = ("input_key", "label_key", "metadata_key")
 _SPELLINGS = {"prompt_key": "input_key", "n_samples_per_prompt": "n_samples_per_eval_prompt"}
 
 
@@ -97,6 +106,51 @@ def command_line_sets(config: EvalConfig) -> tuple[EvalSet, ...]:
         EvalSet(name=name, path=path, **_from_flags(config))
         for name, path in zip(pairs[::2], pairs[1::2])
     )
+
+
+def standard_eval_sets(config: EvalConfig) -> tuple[tuple[EvalSet, ...], list[Problem]]:
+    """The sets of --eval-sets, and what is wrong with them."""
+    found, problems = [], []
+    for given in config.eval_sets or ():
+        name, has_path, path = given.partition("=")
+        if not has_path:  # a range without a path: aime-2025@[0:10]
+            name, at, bounds = given.partition("@")
+            path = at + bounds
+        flags = {k: v for k, v in _from_flags(config).items() if k not in _OF_OTHER_SETS}
+        values = {"name": name, "path": path, "set": name, **flags}
+        try:
+            if has_path and not path:
+                raise ValueError(f"{given!r} has no path behind its =")
+            found.append(EvalSet(**_of_standard(values)))
+        except ValueError as error:
+            problems.append(Problem(SETS_FLAG, given, str(error)))
+    names = [each.name for each in found]
+    if len(set(names)) < len(names):
+        problems.append(Problem(SETS_FLAG, " ".join(config.eval_sets or ()), "names a set twice"))
+    return tuple(found), problems
+
+
+def _of_standard(values: dict[str, Any]) -> dict[str, Any]:
+    """The settings of an evaluation set, with the reward of the standard set that it may name.
+    Raises ValueError if there is no such set, it has no files here, or a setting has no effect."""
+    name = values.get("set")
+    if name is None:
+        if values.get("prompt_template") is not None:
+            raise ValueError("prompt_template has no effect without 'set'; remove it")
+        return values
+    standard = standard_sets.get(name)
+    for key in _OF_OTHER_SETS:
+        if values.get(key) is not None:
+            raise ValueError(f"{key} has no effect with 'set: {name}'; remove it")
+    if (template := values.get("prompt_template")) is not None:
+        try:
+            parse_template(template, standard.names)
+        except ValueError as error:
+            raise ValueError(f"prompt_template {error}") from error
+    located(name, _without_range(values["path"]) or None)
+    if values.get("rm_type") is None and values.get("custom_rm_path") is None:
+        values["rm_type"] = standard.reward
+    return {**values, "set": standard_sets.canonical(name)}
 
 
 def _from_flags(config: EvalConfig) -> dict[str, Any]:
@@ -111,10 +165,17 @@ def _from_flags(config: EvalConfig) -> dict[str, Any]:
     }
 
 
+def _without_range(spec: str) -> str:
+    """The path of a data source without its range of rows."""
+    path, at, bounds = spec.rpartition("@[")
+    return path if at and bounds.endswith("]") else spec
+
+
 def eval_sets_of(config: EvalConfig) -> tuple[tuple[EvalSet, ...], list[Problem]]:
-    """The evaluation sets of the run, and the problems of the file."""
+    """The evaluation sets of the run, and the problems of the file and of --eval-sets."""
+    standard, problems = standard_eval_sets(config)
     if config.eval_config is None:
-        return command_line_sets(config), []
+        return (*command_line_sets(config), *standard), problems
     try:
         content = load_yaml(Path(config.eval_config).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -134,10 +195,22 @@ def _sets(content: object, flags: Mapping[str, object]) -> tuple[EvalSet, ...]:
     unknown = sorted(set(body) - {"defaults", "datasets"})
     if unknown:
         raise ValueError(f"has the unknown key {unknown[0]!r}; legal keys: defaults, datasets")
-    defaults = _checked(body.get("defaults") or {}, "defaults", forbidden=OF_ONE_ROW)
+    defaults = _checked(body.get("defaults") or {}, "defaults", forbidden=(*OF_ONE_ROW, "set"))
     rows = named_rows(body["datasets"], "datasets", "set", _checked)
-    return tuple(EvalSet(**{**flags, **defaults, **values}) for values in rows)
+    sets = []
+    for values in rows:
+        shared = {**flags, **defaults}
+        if "set" in values:
+            shared = {key: value for key, value in shared.items() if key not in _OF_OTHER_SETS}
+        try:
+            sets.append(EvalSet(**_of_standard(shared | values)))
+        except ValueError as error:
+            raise ValueError(f"set {values['name']}: {error}") from error
+    return tuple(sets)
 
 
 def _checked(row: object, place: str, forbidden: tuple[str, ...] = ()) -> dict[str, Any]:
-    return checked_row(row, place, EvalSet, _KINDS, spellings=_SPELLINGS, forbidden=forbidden)
+    values = checked_row(row, place, EvalSet, _KINDS, spellings=_SPELLINGS, forbidden=forbidden)
+    if "set" in values:
+        values = {"name": values["set"], "path": "", **values}
+    return values

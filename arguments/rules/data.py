@@ -113,6 +113,8 @@ def check_row_keys(s: Settings) -> list[Problem]:
                 problems += problem(name, key, message)
     reported = {p.value for p in problems}
     for held_out in s.eval_sets if s.evaluates else ():
+        if held_out.set is not None:
+            continue  # has its own columns
         keys = _keys_of(held_out.path, data.skip_bad_rows)
         own_and_shared = (
             (held_out.input_key, data.input_key),
@@ -133,6 +135,8 @@ def _flag_of(eval_set: EvalSet, s: Settings) -> str:
     """The setting that names an evaluation set."""
     if any(source.eval_path and source.name == eval_set.name for source in s.prompt_sources):
         return "prompt_data"
+    if eval_set.set is not None and s.eval.eval_config is None:
+        return "eval_sets"
     return "eval_prompt_data" if s.eval.eval_config is None else "eval_config"
 
 
@@ -256,13 +260,17 @@ def check_evaluation(s: Settings) -> list[Problem]:
     problems = []
     names = [each.name for each in s.eval_sets]
     for name in sorted({name for name in names if names.count(name) > 1}):
-        message = f"source {name}: another evaluation set has its name; rename one of them"
-        problems += problem("prompt_data", s.data.prompt_data, message)
+        message = f"{name}: another evaluation set has its name; rename one of them"
+        if any(source.name == name for source in s.prompt_sources):
+            problems += problem("prompt_data", s.data.prompt_data, f"source {message}")
+        else:
+            problems += problem("eval_sets", " ".join(s.eval.eval_sets or ()), f"set {message}")
     for each in s.eval_sets:
-        problems += missing_data(_flag_of(each, s), each.path)
+        if each.set is None:
+            problems += missing_data(_flag_of(each, s), each.path)
     for each in s.eval_sets:
         flag = _flag_of(each, s)
-        reason = _reward_problem(each, s) if flag == "eval_config" else None
+        reason = _reward_problem(each, s) if flag in ("eval_sets", "eval_config") else None
         if reason is not None:
             problems += problem(flag, None, f"set {each.name}: {reason}")
     return problems

@@ -131,11 +131,18 @@ class EvalConfig(CheckedSettings):
         "Evaluate every N rollouts, and before the first and after the last one.",
         legal=POSITIVE,
         excludes="@reward_model",
-        needs="eval_prompt_data|eval_config|@eval_sources",
-        required_with="eval_prompt_data|eval_config|@eval_sources",
+        needs="eval_prompt_data|eval_sets|eval_config|@eval_sources",
+        required_with="eval_prompt_data|eval_sets|eval_config|@eval_sources",
     )
     eval_prompt_data: list[str] | None = arg(
         None, "Evaluation sets: name path [name path ...].", nargs="+", metavar="NAME PATH"
+    )
+    eval_sets: list[str] | None = arg(
+        None,
+        "Standard evaluation sets by name, with their prompts and rewards, and the file or folder "
+        "of each; without a path, what this machine has. slime-like eval-sets lists them.",
+        nargs="+",
+        metavar="NAME[=PATH]",
     )
     eval_config: str | None = arg(
         None,

@@ -51,6 +51,11 @@ COMMANDS: Mapping[str, Command] = {
         "slime_like.cli.translate", "print a command line of slime, SkyRL or verl in our own flags"
     ),
     "new": Command("slime_like.cli.new", "create a project: data, reward or tool, settings"),
+    "eval-sets": Command(
+        "slime_like.cli.eval_sets",
+        "list the standard evaluation sets, or check a copy of one",
+        runs=True,
+    ),
     "report": Command(
         "slime_like.report.__main__", "write one HTML page about a run: curves, times, rollouts"
     ),

@@ -25,6 +25,7 @@ from slime_like.data.rendering import RowProblem
 from slime_like.data.row_images import RowImages
 from slime_like.data.rows import TASK_PREFIX, Row
 from slime_like.data.source import RowSource, batches, folder_of, open_source
+from slime_like.data.standard_rows import open_standard
 from slime_like.images.encoded import EncodedImage
 from slime_like.images.processor import ImageProcessor
 from slime_like.rewards.registry import AnswerCheck
@@ -365,13 +366,15 @@ def load_eval_sets(
     notes: list[str] = []
     first = 0
     for eval_set in eval_sets:
-        keys = RowKeys.of(
-            eval_set.path,
-            data,
-            input_key=eval_set.input_key,
-            label_key=eval_set.label_key,
-            metadata_key=eval_set.metadata_key,
-        )
+        keys = RowKeys("prompt", "label", "metadata")
+        if eval_set.set is None:
+            keys = RowKeys.of(
+                eval_set.path,
+                data,
+                input_key=eval_set.input_key,
+                label_key=eval_set.label_key,
+                metadata_key=eval_set.metadata_key,
+            )
         check = answer_check
         if eval_set.custom_rm_path is not None:
             check = None
@@ -384,16 +387,24 @@ def load_eval_sets(
             answer_check=check,
             metadata=eval_set.metadata,
             raw_messages=raw_messages or for_agents,
-            images=row_images(image_processor, data, eval_set.path),
+            images=None
+            if eval_set.set is not None
+            else row_images(image_processor, data, eval_set.path),
         )
-        source = open_source(
-            eval_set.path,
-            check=form.check,
-            recorded=form.recorded,
-            columns=form.columns,
-            skip_bad_rows=data.skip_bad_rows,
-            flag=flag,
-        )
+        source: RowSource
+        if eval_set.set is not None:
+            source = open_standard(
+                eval_set, check=form.check, flag=flag, skip_bad_rows=data.skip_bad_rows
+            )
+        else:
+            source = open_source(
+                eval_set.path,
+                check=form.check,
+                recorded=form.recorded,
+                columns=form.columns,
+                skip_bad_rows=data.skip_bad_rows,
+                flag=flag,
+            )
         longest = eval_set.max_prompt_len or data.rollout_max_prompt_len
         kept = select_short_rows(source, form, longest, flag, room_of(eval_set))
         sets[eval_set.name] = _make_prompts(source, form, [int(i) for i in kept], first)

@@ -71,7 +71,7 @@ def open_source(
         ValueError: A missing file, a directory, an unknown format, an empty file or range, or too
             many bad rows.
     """
-    path_text, bounds = _split_range(spec)
+    path_text, bounds = split_range(spec)
     check = functools.partial(_clean_problem, check)
     source: RowSource
     if path_text.startswith(TASK_PREFIX):
@@ -83,7 +83,7 @@ def open_source(
             raise ValueError(f"{flag} {source.where(0)}: {problem}")
     else:
         path = _existing_file(path_text, flag)
-        bad_rows = _BadRows(path_text, skip_bad_rows)
+        bad_rows = BadRows(path_text, skip_bad_rows)
         if path.suffix == ".jsonl":
             source = JsonlSource(path, check, bad_rows, columns)
         else:
@@ -99,7 +99,7 @@ def _clean_problem(check: RowCheck, row: Row) -> str | None:
     return clean(problem) if (problem := check(row)) else None
 
 
-def _split_range(spec: str) -> tuple[str, slice | None]:
+def split_range(spec: str) -> tuple[str, slice | None]:
     match = _RANGE.match(spec)
     if match is None:
         return spec, None
@@ -109,7 +109,7 @@ def _split_range(spec: str) -> tuple[str, slice | None]:
 
 def folder_of(spec: str) -> Path:
     """The folder of a data file, with or without a range."""
-    return Path(_split_range(spec)[0]).parent
+    return Path(split_range(spec)[0]).parent
 
 
 def _existing_file(text: str, flag: str) -> Path:
@@ -126,7 +126,7 @@ def _existing_file(text: str, flag: str) -> Path:
     return path
 
 
-class _BadRows:
+class BadRows:
     """Counts bad rows, up to the number that may be skipped."""
 
     def __init__(self, path: str, allowed: int) -> None:
@@ -206,7 +206,7 @@ class JsonlSource:
     notes: list[str]
 
     def __init__(
-        self, path: Path, check: RowCheck, bad_rows: _BadRows, columns: Sequence[str] = ()
+        self, path: Path, check: RowCheck, bad_rows: BadRows, columns: Sequence[str] = ()
     ) -> None:
         self.name = str(path)
         self._path = path
@@ -288,7 +288,7 @@ class ParquetSource:
         self,
         path: Path,
         check: RowCheck,
-        bad_rows: _BadRows,
+        bad_rows: BadRows,
         columns: Sequence[str],
         flag: str,
         recorded: Recorded = lambda row: row,

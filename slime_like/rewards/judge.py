@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slime_like.rewards.reward_server import AnsweredOnce, RewardServer, certificates
+from slime_like.template import parse_template
 from slime_like.text import clean
 
 if TYPE_CHECKING:
@@ -175,20 +176,12 @@ def prompt_text(path: str | None) -> str:
 
 def parse_prompt(text: str) -> Template:
     """The template. Raises ValueError if it is none, shows no response, or has unknown names."""
-    from jinja2 import StrictUndefined, TemplateSyntaxError, meta
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined)
-    try:
-        names = meta.find_undeclared_variables(environment.parse(text))
-        template = environment.from_string(text)
-    except TemplateSyntaxError as error:
-        raise ValueError(f"is no Jinja template: line {error.lineno}: {error.message}") from None
-    legal = f"legal names: {', '.join(NAMES)}"
-    if unknown := sorted(names.difference(NAMES)):
-        raise ValueError(f"has the unknown name {unknown[0]!r}; {legal}")
+    template, names = parse_template(text, NAMES)
     if names.isdisjoint(("response", "answer", "metadata")):  # an agent's is in the metadata
-        raise ValueError("shows the judge neither {{ response }} nor {{ answer }}; " + legal)
+        raise ValueError(
+            "shows the judge neither {{ response }} nor {{ answer }}; legal names: "
+            + ", ".join(NAMES)
+        )
     return template
 
 

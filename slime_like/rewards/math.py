@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import functools
 import logging
+import re
 from collections.abc import Mapping
 
 from slime_like.rewards import big_numbers
 from slime_like.rewards.gsm8k import last_boxed
 from slime_like.rewards.label import missing_label
 
+_DOLLAR = re.compile(r"(?<!\\)\$")
 _MAX_PROSE = 5000  # characters
 _MAX_DEPTH = 50  # open brackets
 
@@ -43,7 +45,8 @@ def score(response: str, label: object, metadata: Mapping[str, object]) -> float
     from math_verify import parse, verify
 
     text = str(label)
-    gold = [] if "$" in text or "\\boxed" in text else parse(f"${text}$", parsing_timeout=None)
+    marked = "\\boxed" in text or _DOLLAR.search(text)  # \$5 is an amount of money
+    gold = [] if marked else parse(f"${text}$", parsing_timeout=None)
     gold = gold or parse(text, parsing_timeout=None)
     if not gold:
         raise ValueError(f"the label is no mathematical expression: {text[:80]!r}")

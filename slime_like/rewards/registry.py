@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from slime_like.extras import pip_install
 from slime_like.registry import Registry
 from slime_like.rewards import (
+    choice,
     code,
     confinement,
     dapo,
@@ -72,11 +73,15 @@ class Reward:
     prepare: Callable[[], None] | None = None
     # (import name, distribution) of that; `extra` installs it
     library: tuple[str, str] | None = None
+    or_module: str | None = None  # in place of it
     extra: str | None = "tasks"
 
     def missing_library(self) -> str | None:
         """The distribution to install, and how; None if nothing is missing."""
-        if self.library is None or importlib.util.find_spec(self.library[0]) is not None:
+        if self.library is None:
+            return None
+        modules = (self.library[0], self.or_module or self.library[0])
+        if any(importlib.util.find_spec(module) is not None for module in modules):
             return None
         name = self.library[1]
         command = f"pip install {name}" if self.extra is None else pip_install(self.extra)
@@ -132,10 +137,14 @@ register_reward("gpqa", gpqa.problem, help="the letter, or the text, of the righ
     gpqa.score
 )
 register_reward(
+    "choice", choice.problem, bounded=True, help="the option that the response names last."
+)(choice.score)
+register_reward(
     "ifbench",
     ifbench.problem,
     prepare=ifbench.prepare,
     library=("ifbench", "ifbench"),
+    or_module="if_verifiable",
     extra=None,
     help="the metadata's instructions are followed (IFEval, IFBench).",
 )(ifbench.score)

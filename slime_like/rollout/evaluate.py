@@ -15,6 +15,7 @@ from slime_like.rewards.grader import Grader
 from slime_like.rollout.failures import warn_failed
 from slime_like.rollout.rollouter import Rollouter, eval_sampling
 from slime_like.samples.groups import SampleGroup, flatten
+from slime_like.standard_sets import standard_sets
 from slime_like.types import Prompt
 
 
@@ -28,6 +29,9 @@ def reward_of(
         reward = replace(reward, reward_key=key)
     if not names_one:
         return None if key is None else reward
+    if isinstance(eval_set, EvalSet) and eval_set.set is not None:
+        needed = standard_sets.get(eval_set.set).rm_timeout_s
+        reward = replace(reward, rm_timeout_s=max(reward.rm_timeout_s, needed))
     path = eval_set.custom_rm_path
     rm_type = None if path is not None else eval_set.rm_type
     return replace(reward, rm_type=rm_type, custom_rm_path=path, group_rm=False)

@@ -140,5 +140,9 @@ def test_yaml(page: Path, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
         sources, problems = prompt_sources_of(replace(config.data, prompt_data="run.yaml"))
         assert not problems and [s.name for s in sources] == ["easy", "hard", "chat"]
     if "datasets:" in text:
+        for folder in ("data/gsm8k", "data/math-500"):
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            Path(folder, "test.jsonl").write_text("")
         sets, problems = eval_sets_of(replace(config.eval, eval_config="run.yaml"))
-        assert not problems and [s.name for s in sets] == ["aime", "easy"]
+        assert not problems
+        assert [s.name for s in sets] in (["aime", "easy"], ["gsm8k", "bare"])

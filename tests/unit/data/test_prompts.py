@@ -483,7 +483,7 @@ TASK_ROW = {
         (
             "exact_match",
             {"label": "7", "metadata": {"rm_type": "maths"}},
-            "metadata rm_type 'maths': unknown reward; legal values: code, dapo",
+            "metadata rm_type 'maths': unknown reward; legal values: choice, code, dapo",
         ),
         (
             None,

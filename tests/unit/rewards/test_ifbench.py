@@ -79,6 +79,16 @@ CASES: list[tuple[dict[str, Any], str, float]] = [
     (row("punctuation:no_comma", kwargs=[{}, {"at_least": 9}]), "one", 1.0),
     (row("repeat:prompt", prompt_text="say it"), "say it again", 1.0),
     (row("repeat:prompt"), "anything", 1.0),
+    (row("punctuation:no_comma"), "<think>one, two</think>\n\nthree", 1.0),
+    (row("repeat:prompt", prompt_text="say"), "<think>so</think>\n\nsay it", 1.0),
+    (row("punctuation:no_comma"), "<think>one</think>", 0.0),
+    (row("punctuation:no_comma", loose=True), "Sure, here:\nno comma", 1.0),
+    (row("punctuation:no_comma", loose=True), "no comma\nBye, all", 1.0),
+    (row("punctuation:no_comma", loose=True), "Sure, a\nno comma\nBye, all", 1.0),
+    (row("punctuation:no_comma", loose=True), "Sure,\none,\nBye", 0.0),
+    (row("repeat:prompt", prompt_text="say it", loose=True), "*say* it", 1.0),
+    (row("repeat:prompt", prompt_text="say it"), "*say* it", 0.0),
+    (row("punctuation:no_comma", loose=True), " \n ", 0.0),
 ]
 
 
@@ -101,14 +111,38 @@ def test_rows_that_cannot_be_verified() -> None:
 
 def test_the_package_is_asked_for_by_name() -> None:
     missing = rewards.get("ifbench").missing_library()
-    if importlib.util.find_spec("ifbench") is None:
+    if not (importlib.util.find_spec("ifbench") or importlib.util.find_spec("if_verifiable")):
         assert missing == "ifbench; install it with: pip install ifbench"
     else:
         assert missing is None
 
 
+def test_verifiers_of_both_sets_where_only_the_other_package_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if importlib.util.find_spec("ifbench") or importlib.util.find_spec("if_verifiable"):
+        pytest.skip("a package is installed")
+    assert rewards.get("ifbench").missing_library() is not None
+    for name, known in (("ifeval", "'punctuation:no_comma': NoComma"), ("ifbench", "'a:b': Words")):
+        folder = tmp_path / "if_verifiable" / name
+        folder.mkdir(parents=True)
+        verifiers = VERIFIERS.rpartition("INSTRUCTION_DICT")[0]
+        text = f"{verifiers}INSTRUCTION_DICT = {{{known}}}"
+        (folder / "instructions_registry.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    ifbench._verifiers.cache_clear()
+    try:
+        assert rewards.get("ifbench").missing_library() is None
+        assert sorted(ifbench._verifiers()) == ["a:b", "punctuation:no_comma"]
+    finally:
+        ifbench._verifiers.cache_clear()
+        for name in [name for name in sys.modules if name.startswith("if_verifiable")]:
+            del sys.modules[name]
+
+
 def test_verifiers_of_the_package_itself() -> None:
-    pytest.importorskip("ifbench")
+    if not (importlib.util.find_spec("ifbench") or importlib.util.find_spec("if_verifiable")):
+        pytest.skip("needs ifbench or if-verifiable")
     ifbench._verifiers.cache_clear()
     words = {"keywords": ["nebula"], "other": None}
     metadata = row("keywords:existence", "punctuation:no_comma", kwargs=[words, {}])

@@ -266,10 +266,37 @@ def test_the_reward(response: str, tests: list[dict[str, str]], expected: float)
     assert code.score(response, None, {"tests": tests}) == expected
 
 
+NUMBERS = [{"stdin": "", "stdout": "1.50 x\n2\n"}]
+
+
+@pytest.mark.parametrize(
+    ("response", "metadata", "expected"),
+    [
+        ("    return a + b", {"tests": ADD, "prelude": "def add(a, b):\n"}, 1),
+        ("def add(a, b): return total((a, b))", {"tests": ADD, "prelude": "total = sum\n"}, 1),
+        ("from __future__ import annotations\ndef add(a: no, b): return a + b",
+         {"tests": ADD, "prelude": "x = 1\n"}, 1),
+        ("print('1.5 x'); print(2)", {"tests": NUMBERS, "compare": "numbers"}, 0),
+        ("print(1.0, 2)", {"tests": [{"stdin": "", "stdout": "1 2.00"}]}, 0),
+        ("print(1.0, 2)", {"tests": [{"stdin": "", "stdout": "1 2.00"}], "compare": "numbers"}, 1),
+        ("print(1.0, 2)", {"tests": [{"stdin": "", "stdout": "1 2 3"}], "compare": "numbers"}, 0),
+        ("print(1.0)", {"tests": [{"stdin": "", "stdout": "1\n2"}], "compare": "numbers"}, 0),
+        ("print(int(input()) + 1)",
+         {"tests": [], "packed_tests": '[{"input": "1", "output": "2"}, {"input": "2", "output": "3"}]'}, 1),
+        ("print(2)",
+         {"tests": [], "packed_tests": '[{"input": "1", "output": "2"}, {"input": "2", "output": "3"}]'}, 0),
+    ],
+)  # fmt: skip
+def test_what_a_row_may_add(response: str, metadata: dict[str, object], expected: float) -> None:
+    assert code.score(response, None, metadata) == expected
+
+
 @pytest.mark.parametrize(
     ("metadata", "words"),
     [
         ({}, "needs 'tests'"),
+        ({"tests": ADD, "prelude": 3}, "'prelude' .* must be text"),
+        ({"tests": ADD, "compare": "words"}, "'compare' .* must be 'numbers'"),
         ({"tests": []}, "needs 'tests'"),
         ({"tests": [{"code": "x"}, {"stdin": "x"}]}, "test 1 of the row's metadata"),
         ({"tests": ADD, "timeout_s": 0}, "'timeout_s' .* is 0"),

@@ -11,7 +11,7 @@ import torch
 
 from arguments.eval_sets import EvalSet
 from arguments.schema import RewardConfig, RolloutConfig
-from slime_like.rollout.evaluate import Evaluator, pass_at_k, score
+from slime_like.rollout.evaluate import Evaluator, pass_at_k, reward_of, score
 from slime_like.samples.groups import SampleGroup
 from slime_like.types import Sample, SampleStatus
 
@@ -76,3 +76,14 @@ def test_an_evaluation_that_cannot_be_scored_says_why(caplog: pytest.LogCaptureF
         "evaluation 5, words: 3 of 4 samples have no usable response or reward and count as 0; the "
         "first: sample 0: its reward is None"
     ]
+
+
+def test_a_standard_set_has_its_reward_and_the_time_for_it() -> None:
+    run = RewardConfig(custom_rm_path="mine.py:score", rm_timeout_s=10.0)
+    slow = EvalSet("lcb", "test6.jsonl", set="livecodebench", rm_type="code")
+    assert (found := reward_of(slow, run)) is not None
+    assert (found.rm_type, found.custom_rm_path, found.rm_timeout_s) == ("code", None, 300.0)
+    patient = RewardConfig(rm_type="math", rm_timeout_s=600.0)
+    assert (found := reward_of(slow, patient)) is not None and found.rm_timeout_s == 600.0
+    other = EvalSet("mine", "mine.jsonl", rm_type="code")
+    assert (found := reward_of(other, run)) is not None and found.rm_timeout_s == 10.0

@@ -244,7 +244,7 @@ eval:
          "defaults has the unknown key 'name'"),
         ("datasets: [{name: a, path: none.jsonl}]", "no such file"),
         ("datasets: [{name: a, path: '{folder}/prompts.jsonl', rm_type: maths}]",
-         "set a: rm_type is 'maths'; legal values: code"),
+         "set a: rm_type is 'maths'; legal values: choice, code"),
         ("datasets: [{name: a, path: '{folder}/prompts.jsonl', custom_rm_path: json.nothing}]",
          "set a: custom_rm_path 'json.nothing'"),
         ("datasets: [{name: a, path: '{folder}/prompts.jsonl', max_response_len: 600}]",

@@ -281,7 +281,7 @@ CASES: list[tuple[str, str, tuple[str, ...], int, str, str]] = [
     ("check_reward_function", "--custom-rm-path json.nothing", ("--rm-type",), 1,
      "--custom-rm-path", "nothing"),
     ("check_declared_rules", "--eval-interval 2", (), 1, "--eval-interval",
-     "without --eval-prompt-data or --eval-config"),
+     "without --eval-prompt-data or --eval-sets or --eval-config"),
     ("check_evaluation", "--eval-prompt-data a {folder}/prompts.jsonl", (), 1, "--eval-interval",
      "required"),
     ("check_evaluation", "--eval-interval 2 --eval-prompt-data a {folder}/prompts.jsonl b "
