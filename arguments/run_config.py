@@ -82,6 +82,15 @@ class RunConfig(ConfigGroups):
         return 1.0 if supervised else self.rollout.rollout_temperature
 
     @property
+    def replayed(self) -> tuple[str, ...]:
+        """The choices of the rollout engine that the trainer makes again, as fields of samples."""
+        choices = {
+            "routed_experts": self.rollout.use_rollout_routing_replay,
+            "indexer_topk": self.rollout.use_rollout_indexer_replay,
+        }
+        return tuple(name for name, replays in choices.items() if replays)
+
+    @property
     def old_is_current(self) -> bool:
         """Whether the forward pass of the only optimizer step can provide the old log-probs,
         because nothing needs them earlier."""
@@ -94,7 +103,7 @@ class RunConfig(ConfigGroups):
             or needs_energies(estimator)
             or self.off_policy.enabled
             or algorithm.use_routing_replay
-            or self.rollout.use_rollout_routing_replay
+            or self.replayed
             or self.critic.num_critic_only_steps
             or self.hooks.custom_advantage_function_path
             or self.hooks.rollout_data_postprocess_path

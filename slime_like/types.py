@@ -48,6 +48,7 @@ OPTIONAL_TENSORS = (
     "teacher_log_probs",
     "sampling_mask",
     "teacher_prompt",
+    "indexer_topk",
     "routed_experts",
 )
 
@@ -111,6 +112,9 @@ class Sample:
     token_rewards: Tensor | None = None
     # [L, MoE layers, topk] int16, experts that the rollout engine routed each token to; -1: unknown
     routed_experts: Tensor | None = None
+    # [max(0, L - K), indexers, K] int32, keys that the rollout engine's indexers selected; see
+    # samples/indexer_topk.py
+    indexer_topk: Tensor | None = None
     # further sequences of the same episode; they share this sample's id and reward
     branches: tuple[Sample, ...] = ()
     # of prompt and observations, in the order of their placeholders in `tokens`
@@ -201,6 +205,8 @@ class TrainSample(TokenColumns):
     loss_weights: Tensor  # [R] float32
     # [L, MoE layers of this pipeline stage, topk] int16: experts to replay
     routed_experts: Tensor | None = None
+    # [max(0, L - K), indexers of this pipeline stage, K] int32: keys to replay
+    indexer_topk: Tensor | None = None
     # [R, K] int32, as in `Sample`: log-probs are normalised over these tokens only
     sampling_mask: Tensor | None = None
     # [R, K] int64: soft targets, K tokens per row instead of one; K is equal for all samples of a

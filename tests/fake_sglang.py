@@ -33,6 +33,7 @@ from slime_like.engines.sglang.engine import SglangEngine
 from slime_like.images.encoded import EncodedImage
 from slime_like.images.processor import ImageProcessor
 from slime_like.servers.http import Deadlines, Retries
+from slime_like.servers.indexer_topk import IndexerFormat
 from slime_like.servers.requests import RequestSettings
 from slime_like.servers.routed_experts import RoutesFormat
 from slime_like.servers.router import Router
@@ -413,6 +414,7 @@ class FakeServer:
             words["temperature"], words.get("top_p", 1.0), words.get("top_k", -1), words["max_new_tokens"], (),
             tuple(words.get("stop_token_ids", ())), ignore_end_tokens=words.get("ignore_eos", False),
             report_routed_experts=body.get("return_routed_experts", False),
+            report_indexer_topk=body.get("return_indexer_topk", False),
             report_sampling_mask=body.get("return_sampling_mask", False),
         )  # fmt: skip
         images = tuple(
@@ -456,6 +458,10 @@ class FakeServer:
                 ).decode()
             }
         )
+        keys = {}
+        if output.indexer_topk is not None:
+            numbers = reported_keys(output.indexer_topk, len(ids) + count, engine.model.config)
+            keys = {"indexer_topk": base64.b64encode(numbers.tobytes()).decode()}
         masks = {}
         full = output.log_probs
         if output.sampling_mask is not None:
@@ -473,6 +479,7 @@ class FakeServer:
             "output_ids": list(output.tokens),
             "meta_info": {
                 **routed_experts,
+                **keys,
                 **masks,
                 "id": body["rid"],
                 "finish_reason": {"type": output.finish_reason},
@@ -544,6 +551,17 @@ class FakeServer:
         return self.ended.is_set()
 
 
+def reported_keys(record: torch.Tensor, length: int, config: Any) -> Any:
+    """As SGLang has them, [tokens - 1, decoder layers, index_topk] int32: those of layers that take
+    another's choice too, and in rows of queries without a choice what was in the buffer before."""
+    kinds = getattr(config, "indexer_types", None) or ["full"] * config.num_hidden_layers
+    slots = [sum(kind == "full" for kind in kinds[: layer + 1]) - 1 for layer in range(len(kinds))]
+    topk = record.size(2)
+    numbers = torch.full((length - 1, len(kinds), topk), 7777, dtype=torch.int32)
+    numbers[topk:] = record[:-1, slots]
+    return numbers.numpy()
+
+
 def _tensors(body: Any) -> dict[str, torch.Tensor]:
     """Of a bucket."""
     (bucket,) = (
@@ -577,6 +595,7 @@ def engine_of(
     buffer_bytes: int = 2**20,
     colocated: bool = False,
     routed_experts: RoutesFormat | None = None,
+    indexer_topk: IndexerFormat | None = None,
     joined_by_router: bool = False,
     keep_copy: bool = True,
     delta: Mapping[str, Any] | None = None,
@@ -630,6 +649,7 @@ def engine_of(
         left_out=left_out,
         colocated=colocated,
         routed_experts=routed_experts,
+        indexer_topk=indexer_topk,
         takes_adapter=adapter is not None,
     )
     try:

@@ -41,6 +41,10 @@ FACTS: Mapping[str, tuple[Callable[[Settings], bool], str]] = {
         "--loss-type dpo_loss, orpo_loss or rm_loss",
     ),
     "@experts": (lambda s: bool(s.core.get("num_moe_experts")), "experts in the network"),
+    "@indexer": (
+        lambda s: bool(s.core.get("index_topk")),
+        "a network whose indexers select keys (DeepSeek-V3.2, GLM-5, Qwen3.8-Flash-Next)",
+    ),
     "@cuda": (lambda s: s.machine.cuda, "a CUDA device"),
     "@transformer_engine": (
         lambda s: resolve_transformer_impl(s.model, s.machine) == "transformer_engine",

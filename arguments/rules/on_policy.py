@@ -61,6 +61,7 @@ def check_local_engine(s: Settings) -> list[Problem]:
         "agent_worker_keys": s.agents.agent_worker_keys,
         "multimodal_keys": s.data.multimodal_keys,
         "use_rollout_routing_replay": s.rollout.use_rollout_routing_replay,
+        "use_rollout_indexer_replay": s.rollout.use_rollout_indexer_replay,
     }
     for name, value in whole.items():
         if value:

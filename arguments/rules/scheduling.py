@@ -101,6 +101,7 @@ def check_custom_generate(s: Settings) -> list[Problem]:
     replayed = {
         "renormalize_sampled_log_probs": s.rollout.renormalize_sampled_log_probs,
         "use_rollout_routing_replay": s.rollout.use_rollout_routing_replay,
+        "use_rollout_indexer_replay": s.rollout.use_rollout_indexer_replay,
     }
     if any(replayed.values()) and takes_args(function):
         message = (
@@ -155,6 +156,7 @@ def _replayed(s: Settings) -> dict[str, object]:
     return {
         "renormalize_sampled_log_probs": s.rollout.renormalize_sampled_log_probs,
         "use_rollout_routing_replay": s.rollout.use_rollout_routing_replay,
+        "use_rollout_indexer_replay": s.rollout.use_rollout_indexer_replay,
         "advantage_estimator": s.algorithm.advantage_estimator if needs_greedy else None,
     }
 

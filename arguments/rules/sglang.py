@@ -304,6 +304,30 @@ def _check_replicas(s: Settings) -> list[Problem]:
     return []
 
 
+def check_indexer_replay(s: Settings) -> list[Problem]:
+    """SGLang reports the positions of single keys, and only where each GPU of a server has the
+    attention of its own requests."""
+    if not (uses_sglang(s) and s.rollout.use_rollout_indexer_replay):
+        return []
+    name = "use_rollout_indexer_replay"
+    if s.core.get("index_pool", 1) > 1 or not s.core.get("multi_latent_attention"):
+        message = (
+            "not supported with --rollout-engine sglang for this model: SGLang 0.5.23 reports the "
+            "keys of DeepSeek-V3.2, GLM-5, 5.1 and 5.2; use --rollout-engine local, or remove it"
+        )
+        return problem(name, None, message)
+    gpus = s.sglang.rollout_num_gpus_per_engine
+    flags = s.sglang.sglang_server_flags or {}
+    alone = flags.get("enable_dp_attention") and str(flags.get("dp_size", 1)) == str(gpus)
+    if gpus_of_servers(s) is None or gpus == 1 or alone:
+        return []
+    message = (
+        f"requires --sglang-enable-dp-attention --sglang-dp-size {gpus}: a server reports selected "
+        "keys only where each GPU has the attention of its own requests"
+    )
+    return problem(name, None, message)
+
+
 def completed_sglang(s: Settings) -> SglangConfig:
     g = s.sglang
     shared = "cuda_ipc" if s.machine.cuda else "tensor"
@@ -324,4 +348,5 @@ SGLANG_RULES: tuple[Rule, ...] = (
     check_sglang_installation,
     check_weight_transport,
     check_sampling_masks,
+    check_indexer_replay,
 )

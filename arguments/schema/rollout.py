@@ -71,6 +71,15 @@ class RolloutConfig(CheckedSettings):
         needs="@experts",
         excludes="loss_type=sft_loss",
     )
+    use_rollout_indexer_replay: bool = arg(
+        False,
+        "Replay of sparse attention's choice: each query attends to the keys that the rollout "
+        "engine's indexers selected, in the old-log-prob forward pass and in the update; metrics "
+        "have the share of keys that the trainer would not have selected. Costs 4 bytes per query "
+        "with a choice, indexer and key (index_topk).",
+        needs="@indexer",
+        excludes=("loss_type=sft_loss", "rollout_engine=vllm"),
+    )
     rollout_stop: list[str] | None = arg(None, "Strings that end a response.", nargs="+")
     rollout_stop_token_ids: list[int] | None = arg(
         None, "Token ids that end a response, in addition to the model's own.", nargs="+"

@@ -97,6 +97,7 @@ def sequence(sample: Sample, branch: Branch, session: Session) -> Sample:
         weight_versions=branch.weight_versions,
         sampling_mask=branch.sampling_mask,
         routed_experts=branch.routed_experts,
+        indexer_topk=branch.indexer_topk,
         status=SampleStatus.TRUNCATED if branch.truncated else SampleStatus.COMPLETED,
         response=session.text_of(response, stopped=not branch.truncated),
         images=branch.images,

@@ -235,6 +235,7 @@ def reset_episode(sample: Sample) -> Sample:
         weight_versions=(),
         sampling_mask=None,
         routed_experts=None,
+        indexer_topk=None,
         response="",
         branches=(),
         metadata={k: v for k, v in sample.metadata.items() if k != STARTED},

@@ -23,6 +23,7 @@ from slime_like.agents.templates import ChatTemplate
 from slime_like.data.messages import ASSISTANT, Message
 from slime_like.engines.base import GenerateOutput
 from slime_like.images.encoded import EncodedImage
+from slime_like.samples.indexer_topk import rows_with_choice
 from slime_like.samples.routed_experts import join_routed_experts
 from slime_like.samples.sampling_mask import empty_sampling_mask, pad_sampling_mask
 from slime_like.types import NOT_SAMPLED
@@ -58,6 +59,7 @@ class TreeTurn:
     # routed experts of its prompt and tokens, starting at the parent's last token, which was not
     # computed before
     routed_experts: Tensor | None
+    indexer_topk: Tensor | None  # likewise, see samples/indexer_topk.py
     new_messages: tuple[Message, ...]  # those that were answered, after the parent's answer
     answer: Message
     number: int  # index in the session
@@ -118,6 +120,7 @@ class Branch:
     sampling_mask: Tensor | None = None
     # routed experts of all tokens, as first computed on this path
     routed_experts: Tensor | None = None
+    indexer_topk: Tensor | None = None
     images: tuple[EncodedImage, ...] = ()  # in the order of their placeholders
 
 
@@ -171,17 +174,14 @@ class SessionTree:
         output: GenerateOutput,
     ) -> TreeTurn:
         """Add a completed turn. Among equal conversations, later requests continue the newest."""
-        routed_experts = output.routed_experts
-        if routed_experts is not None and (before := prompt.parent) is not None:
-            parent_experts = before.routed_experts
-            start = len(before.all_tokens) - 1
-            assert parent_experts is not None, (
-                "either all turns of a session have routed_experts, or none"
-            )
-            routed_experts = join_routed_experts(
-                parent_experts[-1:], routed_experts[start:], routed_experts.size(0) - start
-            )
+        routed_experts, indexer_topk = output.routed_experts, output.indexer_topk
         parent = prompt.parent
+        if parent is not None:
+            start = len(parent.all_tokens) - 1
+            routed_experts = _after(parent.routed_experts, routed_experts, start)
+            if indexer_topk is not None:
+                start = rows_with_choice(start, indexer_topk.size(2))
+            indexer_topk = _after(parent.indexer_topk, indexer_topk, start)
         rest = prompt.tokens
         new_messages = tuple(messages)
         if parent is not None:
@@ -189,8 +189,8 @@ class SessionTree:
             new_messages = new_messages[len(parent.messages) + 1 :]
         turn = TreeTurn(
             parent, rest, output.tokens, output.log_probs, output.weight_versions,
-            output.finish_reason == "length", output.sampling_mask, routed_experts, new_messages,
-            answer, len(self.turns),
+            output.finish_reason == "length", output.sampling_mask, routed_experts, indexer_topk,
+            new_messages, answer, len(self.turns),
         )  # fmt: skip
         if parent is None:
             self.counts["roots"] += 1
@@ -257,18 +257,24 @@ def _branch(trained_turns: Sequence[TreeTurn], leaf: TreeTurn, observations: boo
         leaf.truncated,
         tuple(spans),
         None if leaf.sampling_mask is None else pad_sampling_mask(sets),
-        _routed_experts(leaf),
+        _whole([turn.routed_experts for turn in leaf.path]),
+        _whole([turn.indexer_topk for turn in leaf.path]),
         images_of(leaf.messages),
     )
 
 
-def _routed_experts(leaf: TreeTurn) -> Tensor | None:
-    """Routed experts [tokens, layers, topk] up to the end of `leaf`."""
-    if leaf.routed_experts is None:
+def _after(parent: Tensor | None, record: Tensor | None, start: int) -> Tensor | None:
+    """The part of an output's record from row `start` on, the last one of its parent's record."""
+    if record is None:
         return None
-    ancestors = leaf.path[:-1]
-    parts = [turn.routed_experts[:-1] for turn in ancestors if turn.routed_experts is not None]
-    return torch.cat([*parts, leaf.routed_experts])
+    assert parent is not None, "either all turns of a session have a record, or none"
+    return join_routed_experts(parent[-1:], record[start:], record.size(0) - start)
+
+
+def _whole(parts: Sequence[Tensor | None]) -> Tensor | None:
+    """The record of the tokens up to the end of the last turn of a path."""
+    known = [part for part in parts if part is not None]
+    return torch.cat([*(part[:-1] for part in known[:-1]), known[-1]]) if known else None
 
 
 def _count_assistant(messages: Sequence[Message]) -> int:

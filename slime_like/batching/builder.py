@@ -100,7 +100,7 @@ class BatchBuilder:
             settings.transformer,
             self.plan,
             self._critic_plan,
-            replays_rollout=settings.replays_rollout,
+            replayed=settings.replayed,
             buffer_size=settings.sample_buffer_size,
         )
         algorithm = settings.algorithm
@@ -190,8 +190,8 @@ class BatchBuilder:
             rollout_id: Of `deliver_early`.
         """
         rollout = self._deliver(samples, rollout_id)
-        if self.settings.replays_rollout:
-            steps = [self.backend.with_experts_of_stage(step) for step in rollout.steps]
+        if self.settings.replayed:
+            steps = [self.backend.with_choices_of_stage(step) for step in rollout.steps]
             rollout = dataclasses.replace(rollout, steps=steps)
         metrics = dict(rollout.assignment.metrics)
         critic = self._value_exchange(rollout)

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from operator import is_
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from arguments.hf.indexers import indexer_layers
 from arguments.hf.moe import moe_layers
 from slime_like.batching.step_plan import DataParallelAssignment, StepPlan
 from slime_like.distributed.collectives import gather, together
 from slime_like.samples.exchange import deliver_samples, make_sharing
 from slime_like.samples.index import AnySample, RemoteSample
+from slime_like.samples.indexer_topk import most_keys, unknown_keys
 from slime_like.types import Sample, SampleStatus
 
 if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+CHOICES = ("routed_experts", "indexer_topk")
 
 
 class SampleDelivery:
@@ -29,7 +34,7 @@ class SampleDelivery:
         transformer: The policy's.
         plan: The policy's step plan.
         critic_plan: None without a critic.
-        replays_rollout: Send routed experts too.
+        replayed: The choices of the engine that are sent too, see `RunConfig.replayed`.
         buffer_size: Bytes in flight per rank.
     """
 
@@ -39,7 +44,7 @@ class SampleDelivery:
         plan: StepPlan,
         critic_plan: StepPlan | None,
         *,
-        replays_rollout: bool,
+        replayed: Collection[str],
         buffer_size: int,
     ) -> None:
         self._transformer = transformer
@@ -47,7 +52,7 @@ class SampleDelivery:
         plans = [plan] if critic_plan is None else [plan, critic_plan]
         # each with the data-parallel rank of every rank
         self._plans = [(plan, gather(plan.dp_rank)) for plan in plans]
-        self._replays_rollout = replays_rollout
+        self._replayed = replayed
         self._buffer_size = buffer_size
         # by rollout id: the samples of a prefetched rollout before and after delivery
         self._early: dict[int, tuple[Sequence[AnySample], list[AnySample]]] = {}
@@ -78,7 +83,7 @@ class SampleDelivery:
                 changed since then, on any rank, are exchanged again.
 
         Raises:
-            ValueError: On all ranks; see `with_routed_experts`.
+            ValueError: On all ranks; see `with_routed_experts` and `with_selected_keys`.
         """
         early = None if rollout_id is None else self._early.pop(rollout_id, None)
         if early is not None:
@@ -93,8 +98,7 @@ class SampleDelivery:
         assignment: DataParallelAssignment,
         group: dist.ProcessGroup | None,
     ) -> list[AnySample]:
-        if not self._replays_rollout:
-            samples = without_routed_experts(samples)
+        samples = without_tensors(samples, [name for name in CHOICES if name not in self._replayed])
         sharings = []
         for plan, dp_ranks in self._plans:
             assigned = assignment if plan is self._policy_plan else plan.assign(samples)
@@ -102,24 +106,28 @@ class SampleDelivery:
             sharings.append(make_sharing(dp_ranks, parts))
         own = deliver_samples(samples, sharings, buffer_size=self._buffer_size, group=group)
         delivered = [own.samples.get(i, sample) for i, sample in enumerate(samples)]
-        if not self._replays_rollout:
+        if not self._replayed:
             return delivered
+        return together(lambda: self._checked(delivered), group)
+
+    def _checked(self, samples: list[AnySample]) -> list[AnySample]:
         config = self._transformer
-        layers = sum(moe_layers(config.moe_layer_freq, config.num_layers))
-        topk = config.moe_router_topk
-        experts = config.num_moe_experts
-        return together(
-            lambda: with_routed_experts(delivered, layers=layers, topk=topk, experts=experts), group
-        )
+        if "routed_experts" in self._replayed:
+            layers = sum(moe_layers(config.moe_layer_freq, config.num_layers))
+            sizes = {"topk": config.moe_router_topk, "experts": config.num_moe_experts}
+            samples = with_routed_experts(samples, layers=layers, **sizes)
+        if "indexer_topk" in self._replayed:
+            width = most_keys(config.index_topk, config.index_pool)
+            samples = with_selected_keys(samples, indexers=sum(indexer_layers(config)), width=width)
+        return samples
 
 
-def without_routed_experts(samples: Sequence[AnySample]) -> list[AnySample]:
-    """Drop routed experts that are not replayed, so that they are not sent."""
+def without_tensors(samples: Sequence[AnySample], names: Collection[str]) -> list[AnySample]:
+    """Drop choices that are not replayed, so that they are not sent."""
+    nothing: dict[str, Any] = dict.fromkeys(names)
     return [
-        s.without("routed_experts")
-        if isinstance(s, RemoteSample)
-        else replace(s, routed_experts=None)
-        for s in samples
+        sample.without(*names) if isinstance(sample, RemoteSample) else replace(sample, **nothing)
+        for sample in samples
     ]
 
 
@@ -140,6 +148,50 @@ def with_routed_experts(
         else s
         for s in samples
     ]
+
+
+def with_selected_keys(
+    samples: Sequence[AnySample], *, indexers: int, width: int
+) -> list[AnySample]:
+    """As `with_routed_experts`, for the keys that indexers selected (samples/indexer_topk.py).
+
+    Args:
+        indexers: Number of layers that have one.
+        width: K, the most keys that a query attends to.
+
+    Raises:
+        ValueError: Names a sample without them, or with a key that a query does not see.
+    """
+    return [
+        replace(s, indexer_topk=_checked_keys(s, indexers, width)) if isinstance(s, Sample) else s
+        for s in samples
+    ]
+
+
+def _checked_keys(sample: Sample, indexers: int, width: int) -> Tensor:
+    """[max(0, L - K), indexers, K] int32."""
+    flag = f"--use-rollout-indexer-replay: the selected keys of sample {sample.sample_id}"
+    unknown = unknown_keys(sample.total_length, indexers, width)
+    if sample.indexer_topk is None:
+        if sample.status == SampleStatus.ABORTED or not sample.active_tokens or not len(unknown):
+            return unknown
+        raise ValueError(
+            f"{flag} are missing: it was recorded without this flag, or its engine does not report "
+            "them"
+        )
+    found = sample.indexer_topk
+    if found.shape != unknown.shape:
+        raise ValueError(
+            f"{flag} are {tuple(found.shape)}; expected (tokens after the first {width}, indexers, "
+            f"keys) = {tuple(unknown.shape)}"
+        )
+    own = width + torch.arange(len(found)).view(-1, 1, 1)
+    if bool(((found < -1) | (found > own)).any()):
+        raise ValueError(
+            f"{flag} are not all positions from -1 to that of the query: {int(found.min())} to "
+            f"{int(found.max())}, of {sample.total_length} tokens"
+        )
+    return found
 
 
 def _checked_experts(sample: Sample, layers: int, topk: int, experts: int) -> Tensor:

@@ -89,8 +89,10 @@ class LogProbs:
         columns = {"old log-prob": log_probs, "entropy": [o.entropy for o in old]}
         rollout.check_finite(columns, BEFORE_UPDATE)
         metrics = {}
-        if self.settings.replays_rollout:
+        if "routed_experts" in self.settings.replayed:
             metrics["rollout/moe_routing_disagreement"] = self.backend.replay_disagreement()
+        if "indexer_topk" in self.settings.replayed:
+            metrics["rollout/indexer_disagreement"] = self.backend.indexer_disagreement()
         return metrics | self.guards.check_rollout(
             log_probs,
             rollout.local,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -25,7 +25,7 @@ class BatchSettings:
     off_policy: OffPolicyConfig | None  # None without correction
     transformer: TransformerConfig  # the policy's
     vocab_size: int
-    replays_rollout: bool  # replay the engine's routed experts
+    replayed: Collection[str]  # the engine's choices to replay, see `RunConfig.replayed`
     distillation: DistillationConfig
     advantages: AdvantageSettings
     sample_buffer_size: int

@@ -70,11 +70,13 @@ def teacher_scores(
 
 
 def _with_teacher_prompt(sample: TrainSample, prompt: Tensor | None) -> TrainSample:
-    """The sample with the teacher's prompt and without routed experts. Samples without a teacher's
-    prompt get a one-token prompt; their result is not used."""
+    """The sample with the teacher's prompt and without routed experts and selected keys. Samples
+    without a teacher's prompt get a one-token prompt; their result is not used."""
     response = sample.tokens[sample.tokens.numel() - sample.response_length :]
     start = sample.tokens[:1] if prompt is None else prompt.to(sample.tokens.dtype)
-    return dataclasses.replace(sample, tokens=torch.cat([start, response]), routed_experts=None)
+    return dataclasses.replace(
+        sample, tokens=torch.cat([start, response]), routed_experts=None, indexer_topk=None
+    )
 
 
 def _served_log_probs(samples: Sequence[Sample]) -> list[Tensor]:

@@ -121,6 +121,7 @@ def _train_sample(
         rollout_log_probs=rollout_log_probs,
         sampling_mask=sample.sampling_mask,
         routed_experts=sample.routed_experts,
+        indexer_topk=sample.indexer_topk,
         rewards=per_token(math.nan if sample.reward is None else sample.reward),
         nll_weights=None if nll_weight is None else per_token(nll_weight),
         images=images_of(sample, image_processor),

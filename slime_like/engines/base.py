@@ -45,6 +45,8 @@ class SamplingParams:
     ignore_end_tokens: bool = False
     # report the routed experts of each token; ValueError from an engine that cannot
     report_routed_experts: bool = False
+    # likewise the keys that indexers of sparse attention select for each token
+    report_indexer_topk: bool = False
     # which special tokens the text of a response lacks; see `data.tokenizer.response_text`. Engines
     # return tokens and ignore it
     skip_special_tokens: bool | None = None
@@ -112,6 +114,9 @@ class GenerateOutput:
     # [prompt and response tokens, MoE layers, topk] int16, routed experts; -1 for tokens that were
     # never fed to the model, such as the last one; None if not requested
     routed_experts: Tensor | None = None
+    # [tokens with a choice, indexers, K] int32, selected keys of prompt and response, see
+    # samples/indexer_topk.py; None if not requested
+    indexer_topk: Tensor | None = None
     failure: str | None = None  # why the request was aborted; None if the caller aborted it
 
 

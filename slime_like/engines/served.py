@@ -22,6 +22,7 @@ from slime_like.servers.control_plane import (
     check_versions,
 )
 from slime_like.servers.http import RequestFailed, async_client, post_once
+from slime_like.servers.indexer_topk import IndexerFormat
 from slime_like.servers.node_agent import NodeAgent
 from slime_like.servers.requests import POLL_S, RequestSettings, ServerRequests
 from slime_like.servers.routed_experts import RoutesFormat
@@ -44,6 +45,7 @@ class ServedEngine(RolloutEngine):
         pool, updater: On rank 0, None elsewhere.
         left_out: Parts of the names of weights that updates leave as servers have loaded them.
         routed_experts: Format of routed experts, None for a dense model.
+        indexer_topk: Format of selected keys, None for a model without indexers.
         agent: On the first rank of every other node, the agent of its servers.
         takes_adapter: Servers keep the base model, and updates are adapters.
     """
@@ -59,6 +61,7 @@ class ServedEngine(RolloutEngine):
         left_out: Sequence[str] = (),
         colocated: bool = False,
         routed_experts: RoutesFormat | None = None,
+        indexer_topk: IndexerFormat | None = None,
         agent: NodeAgent | None = None,
         takes_adapter: bool = False,
     ) -> None:
@@ -78,7 +81,9 @@ class ServedEngine(RolloutEngine):
         self._vocab_size = vocabulary_size(hf_checkpoint)
         self._requests: ServerRequests | None = None
         if pool is not None:
-            self._requests = ServerRequests(pool, requests, self._vocab_size, routed_experts)
+            self._requests = ServerRequests(
+                pool, requests, self._vocab_size, routed_experts, indexer_topk
+            )
         self._paused = False
         self._metrics: dict[str, float] = {}
 

@@ -30,6 +30,7 @@ from slime_like.megatron.factory import (
     start_from_policy,
 )
 from slime_like.megatron.forward_step import TokenComputation
+from slime_like.megatron.indexer_replay import indexer_disagreement, select_stage_keys
 from slime_like.megatron.init import device_of_this_process
 from slime_like.megatron.lora import LoraNetwork, load_adapter, save_adapter
 from slime_like.megatron.lora.gather import factor_stream
@@ -135,6 +136,7 @@ class MegatronBackend:
         self._value_loss = config.value_loss
         self.critic_rank = config.critic.critic_lora_rank
         self._rollout_routing_replay = config.rollout.use_rollout_routing_replay
+        self._rollout_indexer_replay = config.rollout.use_rollout_indexer_replay
         self.resets_reference = config.model.ref_update_interval is not None
 
     @property
@@ -168,7 +170,8 @@ class MegatronBackend:
 
         Args:
             samples: Of this data-parallel rank.
-            network: None: the policy, which replays the samples' routed experts if they have any.
+            network: None: the policy, which replays the samples' routed experts and
+                selected keys if they have any.
             squared_probs: Also return sums of squared probabilities of the policy.
             top_k: Also return the policy's most likely tokens.
 
@@ -181,11 +184,14 @@ class MegatronBackend:
             record = self.algorithm.use_routing_replay and not self._rollout_routing_replay
             compute: TokenComputation = reward_scores if self.policy.value_head else head
             output = self.policy.forward(samples, compute, size, record_routed_experts=record)
-        else:  # no router replay in other networks
+        else:  # no replay in other networks
             head = dataclasses.replace(self.head, vocab_size=network.gpt.vocab_size or 0)
             squared_probs = False
             top_k = 0
-            unrouted = [dataclasses.replace(sample, routed_experts=None) for sample in samples]
+            unrouted = [
+                dataclasses.replace(sample, routed_experts=None, indexer_topk=None)
+                for sample in samples
+            ]
             output = network.forward(unrouted, head, size)
         # of each sample: log-prob, entropy, sum of squares if requested, and K further columns,
         # which are the top-k tokens if requested, otherwise log-probs of the sample's label sets
@@ -207,20 +213,27 @@ class MegatronBackend:
         rows = zip(log_probs, entropy, routed_experts, squared, set_log_probs, tokens, strict=True)
         return [LogProbOutput(*row) for row in rows]
 
-    def with_experts_of_stage(self, samples: Sequence[TrainSample]) -> list[TrainSample]:
-        """Select this pipeline stage's layers from the engine's routed experts."""
+    def with_choices_of_stage(self, samples: Sequence[TrainSample]) -> list[TrainSample]:
+        """Select this pipeline stage's layers from the routed experts and keys of the engine."""
+        chunks, config = self.policy.chunks, self.transformer
         selected = []
         for sample in samples:
-            assert sample.routed_experts is not None, "checked with --use-rollout-routing-replay"
-            routed_experts = select_stage_experts(
-                sample.routed_experts, self.policy.chunks, self.transformer
-            )
-            selected.append(dataclasses.replace(sample, routed_experts=routed_experts))
+            if sample.routed_experts is not None:
+                experts = select_stage_experts(sample.routed_experts, chunks, config)
+                sample = dataclasses.replace(sample, routed_experts=experts)
+            if sample.indexer_topk is not None:
+                keys = select_stage_keys(sample.indexer_topk, chunks, config)
+                sample = dataclasses.replace(sample, indexer_topk=keys)
+            selected.append(sample)
         return selected
 
     def replay_disagreement(self) -> float:
         """Replay disagreement of the policy's last forward pass; see moe.py."""
         return replay_disagreement(self.policy.chunks)
+
+    def indexer_disagreement(self) -> float:
+        """The same of the keys of sparse attention; see indexer_replay.py."""
+        return indexer_disagreement(self.policy.chunks)
 
     def forward_backward(self, batch: TrainBatch) -> PendingStep:
         """Forward and backward over the samples of one optimizer step; weights do not change.
@@ -242,6 +255,8 @@ class MegatronBackend:
         metrics |= routing_metrics(
             self.policy.chunks, self.transformer, self.layout, output.num_micro_batches
         )
+        if self._rollout_indexer_replay:
+            metrics["indexer_replay_disagreement"] = self.indexer_disagreement()
         log_probs = [LogProbOutput(*row) for row in zip(*output.columns, strict=True)]
         return PendingStep(metrics, self.trained, log_probs)
 
@@ -395,7 +410,9 @@ def broadcast_from_last_stage(value: dict[str, float], layout: ParallelLayout) -
 
 
 def without_policy_fields(samples: Sequence[TrainSample]) -> list[TrainSample]:
-    """The samples without routed experts and sampling masks, which only apply to the policy."""
+    """The samples without routed experts, selected keys and sampling masks, which only apply to the
+    policy."""
     return [
-        dataclasses.replace(sample, routed_experts=None, sampling_mask=None) for sample in samples
+        dataclasses.replace(sample, routed_experts=None, indexer_topk=None, sampling_mask=None)
+        for sample in samples
     ]

@@ -20,6 +20,7 @@ from torch import Tensor
 from arguments.hf.model import HfModel, read_hf_model
 from arguments.schema import GPTModelConfig
 from slime_like.megatron.forward_step import TokenComputation, run_schedule
+from slime_like.megatron.indexer_replay import begin_indexers
 from slime_like.megatron.init import device_of_this_process
 from slime_like.megatron.micro_batching import MicroBatchSize
 from slime_like.megatron.model.gpt import build_chunks, to_model_precision
@@ -214,6 +215,7 @@ class Network:
         for module in self.modules:
             module.eval()
         begin_routing(self.chunks, batches, self.layout, record=record_routed_experts)
+        begin_indexers(self.chunks)
         with torch.no_grad(), self.forward_context():
             outputs = run_schedule(self.modules, batches, compute, self.layout, forward_only=True)
         for module, was_training in zip(self.modules, training):

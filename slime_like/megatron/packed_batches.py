@@ -52,7 +52,7 @@ def rows_of_pass(batch: MicroBatch) -> PackedRows:
     they select or lend and what its images add to their outputs."""
     assert batch.packed is not None, "packed by slime_like.megatron.packing.pack_all"
     images = None if batch.images is None else ImagePass(batch.images)
-    return replace(batch.packed, selected_keys={}, sides={}, images=images)
+    return replace(batch.packed, selected_keys={}, compared_keys=set(), sides={}, images=images)
 
 
 def images_of_sequence_rank(batch: MicroBatch, tp_size: int, tp_rank: int) -> MicroBatch:

@@ -23,6 +23,7 @@ from torch import Tensor
 from slime_like.distributed.seqlen_balancing import even_rows, members, pack_by_budget, unit_sums
 from slime_like.images.rows import packed_images
 from slime_like.losses.turns import turns_of
+from slime_like.megatron.indexer_replay import replayed_keys
 from slime_like.megatron.micro_batching import MicroBatchSize
 from slime_like.megatron.moe import make_length_sync
 from slime_like.megatron.ops.ahead import ahead_rows
@@ -129,13 +130,17 @@ def pack_groups(
     )
     if transformer.sequence_parallel:
         batches = [images_of_sequence_rank(b, layout.tp_size, layout.tp_rank) for b in batches]
-    for batch in batches:
+    for batch, group in zip(batches, groups, strict=True):
         assert batch.packed is not None
         prepare_rows(
             batch.packed,
             transformer,
             last_visible=None if batch.images is None else batch.images.last_visible,
         )
+        if batch.packed.far is not None:
+            batch.packed.replayed_keys = replayed_keys(
+                batch.packed.far, batch.seq_ids, group, pinned=device.type == "cuda"
+            )
     return [to_device(batch, device) for batch in batches]
 
 

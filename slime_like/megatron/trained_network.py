@@ -24,6 +24,7 @@ from slime_like.distributed.collectives import gather
 from slime_like.megatron.checkpoint.networks import SavedNetwork
 from slime_like.megatron.forward_step import TokenComputation, run_schedule
 from slime_like.megatron.frozen_parameters import FrozenParameters
+from slime_like.megatron.indexer_replay import begin_indexers
 from slime_like.megatron.loss_scale import loss_scale_of, loss_scale_state
 from slime_like.megatron.micro_batching import MicroBatchSize
 from slime_like.megatron.model.gpt import wrap_for_training
@@ -185,6 +186,7 @@ class TrainedNetwork(Network):
             self.finish_updates()
             update_embedding(self.chunks, self.layout)
         begin_routing(self.chunks, batches, self.layout)
+        begin_indexers(self.chunks)
         if loss_scale_of(self.optimizer) is not None:
             # here, because adapters share the config of their base
             self.config.grad_scale_func = self.optimizer.scale_loss

@@ -36,6 +36,7 @@ from slime_like.images.encoded import EncodedImage
 from slime_like.images.files import as_image
 from slime_like.images.processor import ImageProcessor
 from slime_like.rewards.limit import to_reward
+from slime_like.samples.indexer_topk import join_indexer_topk, pad_indexer_topk
 from slime_like.samples.routed_experts import join_routed_experts, pad_routed_experts
 from slime_like.samples.sampling_mask import empty_sampling_mask, pad_sampling_mask
 from slime_like.text import both_ends
@@ -82,9 +83,11 @@ class Episode:
     loss_mask: list[bool] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     weight_versions: list[int] = field(default_factory=list)
-    # sampling_mask, routed_experts: as in `GenerateOutput`, up to the last generated token
+    # sampling_mask, routed_experts, indexer_topk: as in `GenerateOutput`, up to the last generated
+    # token
     sampling_mask: list[Tensor] | None = None
     routed_experts: Tensor | None = None
+    indexer_topk: Tensor | None = None
     # of prompt and observations, in the order of their placeholders
     images: list[EncodedImage] = field(default_factory=list)
     processor: ImageProcessor | None = None  # of a run with images
@@ -166,6 +169,7 @@ class Episode:
         self.routed_experts = join_routed_experts(
             self.routed_experts, output.routed_experts, length
         )
+        self.indexer_topk = join_indexer_topk(self.indexer_topk, output.indexer_topk, length)
         self.last = output.finish_reason
         self.failure = output.failure
 
@@ -416,6 +420,9 @@ def sample_of(episode: Episode, sample: Sample, model: Model) -> Sample:
         routed_experts=None
         if routed_experts is None
         else pad_routed_experts([routed_experts], len(episode.prompt_tokens) + length),
+        indexer_topk=None
+        if episode.indexer_topk is None
+        else pad_indexer_topk([episode.indexer_topk], len(episode.prompt_tokens) + length),
         status=SampleStatus.ABORTED if failed else status,
         reward=None if failed else reward,
         response=model.text_of(episode.tokens, stopped=episode.last == "stop"),

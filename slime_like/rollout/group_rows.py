@@ -26,6 +26,7 @@ _ARRAYS = (
     "rollout_log_probs",
     "sampling_mask",
     "routed_experts",
+    "indexer_topk",
     "teacher_log_probs",
     "teacher_prompt",
     "token_rewards",

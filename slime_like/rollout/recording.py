@@ -46,6 +46,7 @@ _TENSORS = {
     "rollout_log_probs": "rollout_log_probs",
     "sampling_mask": "token_sets",
     "routed_experts": "routes",
+    "indexer_topk": "indexer_topk",
     "token_rewards": "token_rewards",
 }
 # Fields that JSON holds, with their types. Rewards, labels and metadata may hold NaN: Python's

@@ -35,6 +35,7 @@ from slime_like.samples.episodes import complete
 from slime_like.samples.exchange import BUFFER_SIZE, gather_on_rank_zero, refresh_index, share_index
 from slime_like.samples.groups import SampleGroup, split
 from slime_like.samples.index import AnySample, holder_of
+from slime_like.samples.indexer_topk import join_indexer_topk
 from slime_like.samples.routed_experts import join_routed_experts
 from slime_like.samples.sampling_mask import pad_sampling_mask, split_sampling_mask
 from slime_like.types import FINISHED, PROMPT_SOURCE, Prompt, Sample, SampleStatus
@@ -54,6 +55,7 @@ def training_sampling(config: RolloutConfig) -> SamplingParams:
         stop_token_ids=tuple(config.rollout_stop_token_ids or ()),
         report_sampling_mask=config.renormalize_sampled_log_probs,
         report_routed_experts=config.use_rollout_routing_replay,
+        report_indexer_topk=config.use_rollout_indexer_replay,
         skip_special_tokens=config.rollout_skip_special_tokens,
     )
 
@@ -68,6 +70,7 @@ def eval_sampling(eval_set: EvalSet, rollout: RolloutConfig) -> SamplingParams:
         max_new_tokens=eval_set.max_response_len or base.max_new_tokens,
         report_sampling_mask=False,
         report_routed_experts=False,
+        report_indexer_topk=False,
         **{name: value for name, value in overrides.items() if value is not None},
     )
 
@@ -313,6 +316,9 @@ class Rollouter:
             rollout_log_probs=torch.cat([sample.rollout_log_probs, log_probs]),
             sampling_mask=sets,
             routed_experts=routed_experts,
+            indexer_topk=join_indexer_topk(
+                sample.indexer_topk, output.indexer_topk, tokens.numel()
+            ),
             status=status,
             weight_versions=(*sample.weight_versions, *output.weight_versions),
             response=response,

@@ -10,6 +10,7 @@ import torch
 
 from slime_like.engines.base import GenerateOutput, GenerateRequest, SamplingParams
 from slime_like.rollout.rollouter import truncate_at_stop
+from slime_like.samples.indexer_topk import join_indexer_topk
 from slime_like.samples.routed_experts import join_routed_experts
 from slime_like.types import Sample, SampleStatus
 
@@ -60,6 +61,7 @@ class Unfinished:
             weight_versions=before.weight_versions + part.weight_versions,
             sampling_mask=sampling_mask,
             routed_experts=join_routed_experts(before.routed_experts, part.routed_experts, length),
+            indexer_topk=join_indexer_topk(before.indexer_topk, part.indexer_topk, length),
         )
 
     def _sample(self) -> Sample:

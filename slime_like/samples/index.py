@@ -39,14 +39,16 @@ ROW = np.dtype(
         ("image_bytes", "i8"),  # of all images, without their lengths
         ("expert_layers", "i2"),
         ("experts_topk", "i2"),
+        ("indexers", "i2"),
+        ("indexer_width", "i4"),
         ("status", "u1"),
-        ("parts", "u1"),  # bits: tensors that are present, then rewards that are present
+        ("parts", "u2"),  # bits: tensors that are present, then rewards that are present
     ]
 )
 _STATUS = list(SampleStatus)
 _BITS = {name: 1 << bit for bit, name in enumerate(OPTIONAL_TENSORS)}
-_HAS_REWARD = 1 << 6
-_HAS_GREEDY = 1 << 7
+_HAS_REWARD = 1 << 14
+_HAS_GREEDY = 1 << 15
 Rows: TypeAlias = NDArray[np.void]
 Versions: TypeAlias = NDArray[np.int32]  # [n, 2]: (version, tokens)
 
@@ -151,13 +153,16 @@ class RemoteSample:
             return (self.response_length, self._int("mask_width"))
         if name == "routed_experts":
             return (self.total_length, self._int("expert_layers"), self._int("experts_topk"))
+        if name == "indexer_topk":
+            width = self._int("indexer_width")
+            return (max(0, self.total_length - width), self._int("indexers"), width)
         if name == "teacher_prompt":
             return (self._int("teacher_prompt_length"),)
         return (self.response_length,)
 
-    def without(self, name: str) -> RemoteSample:
-        """A copy without the optional tensor `name`."""
-        return self._replace(parts=self._int("parts") & ~_BITS[name])
+    def without(self, *names: str) -> RemoteSample:
+        """A copy without the optional tensors `names`."""
+        return self._replace(parts=self._int("parts") & ~sum(_BITS[name] for name in names))
 
     def untrained(self) -> RemoteSample:
         """A copy with an all-False loss mask."""
@@ -233,6 +238,8 @@ def rows_of(samples: Sequence[Sample], holder: int) -> tuple[Rows, Versions]:
             row["teacher_prompt_length"] = sample.teacher_prompt.numel()
         if sample.routed_experts is not None:
             row["expert_layers"], row["experts_topk"] = sample.routed_experts.shape[1:]
+        if sample.indexer_topk is not None:
+            row["indexers"], row["indexer_width"] = sample.indexer_topk.shape[1:]
         row["status"], row["parts"] = _STATUS.index(sample.status), parts
     return rows, np.array(all_versions, dtype=np.int32).reshape(-1, 2)
 

@@ -22,6 +22,7 @@ _DTYPES = {
     "teacher_log_probs": torch.float32,
     "sampling_mask": torch.int32,
     "teacher_prompt": torch.int32,
+    "indexer_topk": torch.int32,
     "routed_experts": torch.int16,
 }
 

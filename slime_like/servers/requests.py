@@ -25,6 +25,7 @@ from slime_like.servers.http import (
     post_once,
     with_retries,
 )
+from slime_like.servers.indexer_topk import IndexerFormat
 from slime_like.servers.routed_experts import RoutesFormat
 from slime_like.servers.server_api import Legal, RefusedByServer
 from slime_like.servers.server_pool import ServedAdapter, ServerPool, Worker
@@ -54,6 +55,7 @@ class ServerRequests:
         settings: RequestSettings,
         vocab_size: int,
         routed_experts: RoutesFormat | None,
+        indexer_topk: IndexerFormat | None = None,
     ) -> None:
         """
         Args:
@@ -61,6 +63,7 @@ class ServerRequests:
             settings: Deadlines, retries and concurrency.
             vocab_size: Bound of token ids in responses.
             routed_experts: Format of routed experts; None for a dense model.
+            indexer_topk: Format of selected keys; None for a model without indexers.
         """
         # weight versions that were sent, even if they did not reach every server
         self.sent: list[int] = []
@@ -72,6 +75,7 @@ class ServerRequests:
         self._settings = settings
         self._vocab_size = vocab_size
         self._routed_experts = routed_experts
+        self._indexer_topk = indexer_topk
         self._numbers = itertools.count()
         self._run = f"{os.getpid():x}-{time.time_ns():x}"
         self._client: httpx.AsyncClient | None = None
@@ -92,6 +96,8 @@ class ServerRequests:
             raise ValueError(f"sample {request.sample_id}: the prompt is empty")
         if sampling.report_routed_experts and self._routed_experts is None:
             raise ValueError("report_routed_experts: the network has no experts")
+        if sampling.report_indexer_topk and self._indexer_topk is None:
+            raise ValueError("report_indexer_topk: the network has no indexers")
         client = self._loop_client()
         rid = self.new_id(request.sample_id)
         self._pending[rid] = request.sample_id
@@ -137,7 +143,8 @@ class ServerRequests:
         rid: str,
     ) -> GenerateOutput:
         avoid: set[str] = set()
-        unknown = sampling.report_routed_experts or sampling.report_sampling_mask
+        unknown = sampling.report_routed_experts or sampling.report_indexer_topk
+        unknown = unknown or sampling.report_sampling_mask
         unknown = unknown or self._pool.adapter is not None or bool(request.adapter)
         if unknown and self._pool.router is not None:
             # the router drops fields that it does not know, such as the request for routed experts,
@@ -194,7 +201,7 @@ class ServerRequests:
                 await self._report_lacking(adapter, worker, evictions, str(failure))
                 raise RequestFailed("no_adapter", str(failure), retryable=True) from None
         versions = {v for v in self.sent if v >= oldest}
-        legal = Legal(self._vocab_size, versions, self._routed_experts)
+        legal = Legal(self._vocab_size, versions, self._routed_experts, self._indexer_topk)
         try:
             output = api.read_generation(answer, request, sampling, rid, legal)
             if adapter is None:
@@ -223,10 +230,13 @@ class ServerRequests:
             await asyncio.to_thread(self._pool.report_wrong_version, worker, evictions, reason)
 
     def _token_bytes(self, sampling: SamplingParams) -> int:
-        """Bytes of one token's routed experts in a response: base64 of int32 for every layer."""
-        if not sampling.report_routed_experts or self._routed_experts is None:
-            return 0
-        return 6 * len(self._routed_experts.sparse) * self._routed_experts.topk
+        """Bytes of one token's choices in a response: base64 of int32 for every layer."""
+        numbers = 0
+        if sampling.report_routed_experts and self._routed_experts is not None:
+            numbers += len(self._routed_experts.sparse) * self._routed_experts.topk
+        if sampling.report_indexer_topk and self._indexer_topk is not None:
+            numbers += len(self._indexer_topk.indexed) * self._indexer_topk.topk
+        return 6 * numbers
 
     async def _post(
         self,

@@ -7,8 +7,6 @@ layers have an entry of zeros. The last token was never fed to the model. Verifi
 
 from __future__ import annotations
 
-import base64
-import binascii
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +15,7 @@ from torch import Tensor
 
 from slime_like.checked_json import InvalidResponse
 from slime_like.engines.base import GenerateOutput, GenerateRequest
-from slime_like.text import shown
+from slime_like.servers.base64_numbers import decode_int32
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +47,7 @@ def read_routed_experts(
             "the server reports no routed experts; start it with "
             "--enable-return-routed-experts, and with an MoE model"
         )
-    try:
-        numbers = np.frombuffer(base64.b64decode(encoded, validate=True), dtype="<i4")
-    except (binascii.Error, ValueError):
-        raise InvalidResponse(
-            f"routed_experts is not base64 of int32: {shown(encoded, 40)!r}"
-        ) from None
+    numbers = decode_int32("routed_experts", encoded)
     shape = (length - 1, len(expected.sparse), expected.topk)
     if numbers.size != shape[0] * shape[1] * shape[2]:
         raise InvalidResponse(

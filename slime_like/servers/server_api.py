@@ -15,6 +15,7 @@ from torch import Tensor
 
 from slime_like.engines.base import GenerateOutput, GenerateRequest, SamplingParams
 from slime_like.images.processor import ImageProcessor
+from slime_like.servers.indexer_topk import IndexerFormat
 from slime_like.servers.routed_experts import RoutesFormat
 from slime_like.weights.buckets import Bucket
 from slime_like.weights.export_plan import TensorPlan
@@ -36,6 +37,7 @@ class Legal:
     vocab_size: int
     versions: Collection[int]  # weight versions that the server may have had
     routed_experts: RoutesFormat | None = None  # their format, of a network with experts
+    indexer_topk: IndexerFormat | None = None  # that of selected keys, of one with indexers
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +97,7 @@ class ServerApi(ABC):
     def max_response_bytes(
         self, request: GenerateRequest, sampling: SamplingParams, token_bytes: int = 0
     ) -> int:
-        """Size limit of the response. token_bytes: bytes of routed experts per token."""
+        """Size limit of the response. token_bytes: bytes of choices per token."""
 
     @abstractmethod
     def read_generation(

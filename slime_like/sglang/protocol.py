@@ -20,6 +20,7 @@ from slime_like.checked_json import (
 )
 from slime_like.engines.base import FinishReason, GenerateOutput, GenerateRequest, SamplingParams
 from slime_like.images.processor import ImageProcessor
+from slime_like.servers.indexer_topk import read_indexer_topk
 from slime_like.servers.routed_experts import read_routed_experts
 from slime_like.servers.server_api import Legal, RefusedByServer
 from slime_like.servers.token_checks import (
@@ -59,6 +60,7 @@ class _GenerationMeta(_Meta):
     weight_versions: Items[VersionSpan] | None = None
     output_token_logprobs: Items[tuple[LogProb, TokenId, object]] = Field(default_factory=list)
     routed_experts: str | None = None
+    indexer_topk: str | None = None
     # of each token, the tokens that it was sampled from, and its log-prob among them
     output_token_sampling_mask: Items[Items[TokenId]] | None = None
     output_token_sampling_logprobs: Items[LogProb] | None = None
@@ -98,6 +100,8 @@ def generation_body(
     extra: dict[str, object] = {}
     if sampling.report_routed_experts:
         extra["return_routed_experts"] = True
+    if sampling.report_indexer_topk:
+        extra["return_indexer_topk"] = True
     if masked(sampling):
         extra["return_sampling_mask"] = True
         extra["sampling_logprobs_mode"] = "selected"
@@ -159,7 +163,7 @@ def scoring_body_of_text(text: str, rid: str) -> dict[str, object]:
 def max_response_bytes(
     request: GenerateRequest, sampling: SamplingParams, token_bytes: int = 0
 ) -> int:
-    """Size limit of the response in bytes. token_bytes: bytes of routed experts per token."""
+    """Size limit of the response in bytes. token_bytes: bytes of choices per token."""
     tokens = len(request.prompt_tokens) + sampling.max_new_tokens
     if masked(sampling):
         token_bytes += _MASK_BYTES * max(1, sampling.top_k)
@@ -205,11 +209,16 @@ def read_generation(
         output = GenerateOutput(
             request.sample_id, tokens, log_probs, finish.type, versions, sampling_mask=masks
         )
-        if not sampling.report_routed_experts:
-            return output
-        assert legal.routed_experts is not None, "checked by the caller"
-        experts = read_routed_experts(meta.routed_experts, request, output, legal.routed_experts)
-        return replace(output, routed_experts=experts)
+        experts, keys = None, None
+        if sampling.report_routed_experts:
+            assert legal.routed_experts is not None, "checked by the caller"
+            experts = read_routed_experts(
+                meta.routed_experts, request, output, legal.routed_experts
+            )
+        if sampling.report_indexer_topk:
+            assert legal.indexer_topk is not None, "checked by the caller"
+            keys = read_indexer_topk(meta.indexer_topk, request, output, legal.indexer_topk)
+        return replace(output, routed_experts=experts, indexer_topk=keys)
 
 
 def _check_prompt(reported: Sequence[int], request: GenerateRequest) -> None:

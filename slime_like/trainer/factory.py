@@ -121,7 +121,7 @@ def make_batch_builder(
         off_policy=config.off_policy if config.off_policy.enabled else None,
         transformer=config.megatron.transformer,
         vocab_size=config.gpt.vocab_size or 0,
-        replays_rollout=config.rollout.use_rollout_routing_replay,
+        replayed=config.replayed,
         distillation=config.distillation,
         advantages=advantage_settings(config),
         sample_buffer_size=config.rollout.sample_buffer_size,

@@ -156,7 +156,7 @@ def leaves_stragglers(config: RunConfig) -> bool:
     in_rounds = (
         scheduling.rollout_slice_len is not None
         or rollout.renormalize_sampled_log_probs
-        or rollout.use_rollout_routing_replay
+        or config.replayed
         or needs_greedy(config)
     )
     return not in_rounds and (

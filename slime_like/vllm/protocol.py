@@ -57,7 +57,11 @@ def generation_body(
     routed experts and sampling masks."""
     if request.images:
         raise ValueError(f"sample {request.sample_id}: images are not sent to vLLM servers")
-    if sampling.report_routed_experts or sampling.report_sampling_mask:
+    if (
+        sampling.report_routed_experts
+        or sampling.report_indexer_topk
+        or sampling.report_sampling_mask
+    ):
         raise ValueError("routed experts and sampling masks are not asked for from vLLM servers")
     return {
         "request_id": rid,

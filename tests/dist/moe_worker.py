@@ -37,7 +37,7 @@ def three_steps(folder: str, layout: ParallelLayout, flags: str) -> dict[str, An
     if "--use-rollout-routing-replay" in flags:
         samples = [random_routes(random_samples(seed), backend) for seed in (1, 2, 3)]
         batches = [
-            TrainBatch(tuple(backend.with_experts_of_stage(share(s, layout).samples)))
+            TrainBatch(tuple(backend.with_choices_of_stage(share(s, layout).samples)))
             for s in samples
         ]
     steps, grads = [], {}

@@ -42,6 +42,9 @@ def made(i: int) -> Sample:
         rollout_log_probs=torch.rand(length, generator=g) if i % 4 else None,
         sampling_mask=sets if i % 2 else None,
         routed_experts=torch.ones(prompt + length, 2, 2, dtype=torch.int16) * i if i % 3 else None,
+        indexer_topk=torch.full((max(0, prompt + length - 5), 2, 5), i, dtype=torch.int32)
+        if i % 3 == 1
+        else None,
         reward=i / 3 if i % 5 else None,
         status=SampleStatus.TRUNCATED if i % 2 else SampleStatus.COMPLETED,
         weight_versions=versions if i % 7 else (),
@@ -52,6 +55,7 @@ def made(i: int) -> Sample:
 
 def same(arrived: Sample, sent: Sample) -> bool:
     names = ("tokens", "loss_mask", "rollout_log_probs", "sampling_mask", "routed_experts")
+    names += ("indexer_topk",)
     pairs = [(getattr(arrived, name), getattr(sent, name)) for name in names]
     tensors = all(a is b or (a.dtype == b.dtype and a.equal(b)) for a, b in pairs)
     facts = ("sample_id", "group_id", "reward", "status", "weight_versions", "response_length")

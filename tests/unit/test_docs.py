@@ -39,12 +39,12 @@ FOREIGN = {
     " --max-restarts --rdzv-backend --rdzv-endpoint",
     "slurm": "--nodes --gpus-per-node --ntasks-per-node --signal --job-name --output --kill-on-bad-exit --export --ntasks --relative --requeue --open-mode"
     " --batch --rdzv-conf --no-kill --nodelist --noheader --Node --format",
-    "sglang.launch_server": "--model-path --host --port --tp-size --device --dtype --attention-backend --enable-return-routed-experts --enable-deterministic-inference --sampling-mask-max-tokens --enable-lora --lora-strict-loading --max-lora-rank",
+    "sglang.launch_server": "--model-path --host --port --tp-size --device --dtype --attention-backend --enable-return-routed-experts --enable-return-indexer-topk --enable-deterministic-inference --sampling-mask-max-tokens --enable-lora --lora-strict-loading --max-lora-rank",
     "tensorboard": "--logdir",
     "lm_eval": "--model_args --tasks --include_path --batch_size --model --device",
     "examples/tinker": "--model --base-url --demo --learning-rate --log-path --max-steps-off-policy --start-from --stop-after",
     "of a user's module": "--my-weight --spo-eps",
-    "passed on to SGLang": "--sglang-mem-fraction-static --sglang-enable-deterministic-inference --sglang-rl-on-policy-target"
+    "passed on to SGLang": "--sglang-mem-fraction-static --sglang-enable-dp-attention --sglang-dp-size --sglang-enable-deterministic-inference --sglang-rl-on-policy-target"
     " --sglang-debug-tensor-dump-output-folder --debug-tensor-dump-output-folder",
     "sglang.launch_server, vllm serve": "--is-embedding --runner",
     "vllm serve": "--logprobs-mode --worker-extension-cls --enable-scale-out --max-model-len",

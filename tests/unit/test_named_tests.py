@@ -66,6 +66,7 @@ OF_OTHERS = {
     "megatron/core/transformer/moe/token_dispatcher.py",
     "p2p_communication.py",
     "package_info.py",
+    "state_capturer/indexer_topk.py",
     "state_capturer/routed_experts.py",
     "train_async.py",
     "distributed/distributed_data_parallel_config.py",

@@ -131,11 +131,13 @@ class SlimeAdapter:
                 result = converted if result is None else result
                 outputs = [as_output(sample)]
                 changed = from_slime(result, sample, outputs, self._args, tokenizer, flag=name)
-                replays = sample.sampling_mask is not None or sample.routed_experts is not None
+                records = (sample.sampling_mask, sample.routed_experts, sample.indexer_topk)
+                replays = any(record is not None for record in records)
                 if replays and changed.response_length != sample.response_length:
                     raise ValueError(
                         f"{name}: sample {sample.sample_id} has other tokens than the engine "
-                        "sampled, but the run replays the engine's routed experts or sampling masks"
+                        "sampled, but the run replays the engine's routed experts, selected keys "
+                        "or sampling masks"
                     )
                 sample = changed
             return sample

@@ -35,6 +35,7 @@ from slime_like.engines.local.adapter import LocalAdapters
 from slime_like.images.inputs import concatenate
 from slime_like.images.processor import ImageProcessor
 from slime_like.images.rows import AXES, image_rows
+from slime_like.samples.indexer_topk import pad_indexer_topk
 from slime_like.samples.routed_experts import pad_routed_experts
 
 
@@ -48,6 +49,7 @@ class _Row:
     sampling_mask: list[Tensor] = field(default_factory=list)  # only if requested
     # only if requested: of the prompt [P, layers, topk], then of each token
     routed_experts: list[Tensor] = field(default_factory=list)
+    indexer_topk: list[Tensor] = field(default_factory=list)  # likewise, [n, indexers, K]
     finish_reason: FinishReason = "length"
 
 
@@ -83,6 +85,7 @@ class Decoder:
             images: The model's image processor, if prompts may have images.
         """
         self.routed_experts = RouteRecorder(model)
+        self.indexers = IndexerRecorder(model)
         self._model = model
         self._tokenizer = tokenizer
         self._device = device
@@ -95,7 +98,7 @@ class Decoder:
 
     def free(self) -> None:
         """Release the model; no decoding afterwards."""
-        del self._model, self.routed_experts, self._adapters
+        del self._model, self.routed_experts, self.indexers, self._adapters
 
     @torch.inference_mode()
     def decode(
@@ -113,13 +116,16 @@ class Decoder:
             stop_ids |= self._end_ids
         uniforms = draw_uniforms([r.seed for r in requests], sampling.max_new_tokens)  # (B, N)
         uniforms = uniforms.to(self._device)
-        with self.routed_experts.recording(sampling.report_routed_experts):
+        with self._recording(sampling):
             logits, cache, mask, positions = self._prefill(requests, sampling.max_new_tokens)
         if sampling.report_routed_experts:
             for record, routed_experts in zip(
                 rows, self.routed_experts.of_prompts(prompts), strict=True
             ):
                 record.routed_experts.append(routed_experts)
+        if sampling.report_indexer_topk:
+            for record, keys in zip(rows, self.indexers.of_prompts(prompts), strict=True):
+                record.indexer_topk.append(keys)
         live = list(range(len(requests)))  # requests[live[j]] is row j of the running batch
         live_index = torch.arange(len(requests), device=self._device)
         prompt_width = mask.size(1) - sampling.max_new_tokens
@@ -149,7 +155,7 @@ class Decoder:
             positions = positions + 1
             is_padded = any(len(requests[row].prompt_tokens) < prompt_width for row in live)
             cache.is_compileable = is_padded  # build the mask, do not look whether it is all True
-            with self.routed_experts.recording(sampling.report_routed_experts):
+            with self._recording(sampling):
                 logits = self._forward(
                     tokens[:, None],
                     mask[:, : prompt_width + step + 1] if is_padded else None,
@@ -162,6 +168,21 @@ class Decoder:
                     live, self.routed_experts.last(len(live)), strict=True
                 ):
                     rows[row].routed_experts.append(routed_experts)
+            if sampling.report_indexer_topk:
+                lengths = [len(requests[row].prompt_tokens) for row in live]
+                for row, keys in zip(
+                    live, self.indexers.last(lengths, prompt_width, step + 1), strict=True
+                ):
+                    rows[row].indexer_topk.append(keys)
+
+    @contextmanager
+    def _recording(self, sampling: SamplingParams) -> Iterator[None]:
+        """Record during one forward pass what is to be reported."""
+        with (
+            self.routed_experts.recording(sampling.report_routed_experts),
+            self.indexers.recording(sampling.report_indexer_topk),
+        ):
+            yield
 
     def _append_token(
         self,
@@ -297,6 +318,9 @@ class Decoder:
             routed_experts = pad_routed_experts(
                 row.routed_experts, len(request.prompt_tokens) + finite
             )
+        indexer_topk = None
+        if row.indexer_topk:
+            indexer_topk = pad_indexer_topk(row.indexer_topk, len(request.prompt_tokens) + finite)
         return GenerateOutput(
             sample_id=request.sample_id,
             tokens=tuple(row.tokens[:finite]),
@@ -307,6 +331,7 @@ class Decoder:
             if reports_sampling_mask(sampling)
             else None,
             routed_experts=routed_experts,
+            indexer_topk=indexer_topk,
             failure=failure,
         )
 
@@ -385,6 +410,107 @@ class RouteRecorder:
             routed_experts[distinct[prompt], routed_experts.size(1) - len(prompt[0]) :]
             for prompt in prompts
         ]
+
+
+class IndexerRecorder:
+    """Records the keys that the indexers of a transformers model select.
+
+    layers: Number of indexers.
+    width: The most keys that a query attends to; queries with fewer have no choice and are not
+        recorded.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        indexers = [
+            module
+            for name, module in model.named_modules()
+            # those of DeepSeek-V4 select compressed entries, and are not recorded
+            if name.endswith(".indexer") and not name.endswith(".compressor.indexer")
+        ]
+        self.layers = len(indexers)
+        self.width = _selection_width(indexers[0]) if indexers else 0
+        self._is_recording = False
+        # of the last forward pass: [B, n, K] int32 of each indexer, columns of the cache, for its
+        # last n queries that may have a choice
+        self._recorded: list[Tensor] = []
+        for module in indexers:
+            module.register_forward_hook(self._record)
+
+    def _record(self, module: torch.nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        if not self._is_recording:
+            return
+        if output.size(-2) > 1:  # a prompt's, of which columns before K have no choice
+            output = output[..., self.width :, :]
+        if output.dtype == torch.bool:  # [B, 1, n, columns], whether each is selected
+            output = _columns(output.squeeze(1), self.width)
+        self._recorded.append(output)
+
+    @contextmanager
+    def recording(self, enabled: bool) -> Iterator[None]:
+        """Record during one forward pass."""
+        self._is_recording = enabled
+        self._recorded = []
+        yield
+        self._is_recording = False
+
+    def last(self, prompt_lengths: Sequence[int], prompt_width: int, count: int) -> list[Tensor]:
+        """Keys of the last forward pass over one token of each row: [1, indexers, K] int32 each, or
+        [0, indexers, K] of one without a choice.
+
+        Args:
+            prompt_lengths, prompt_width: Prompts are left-padded to the width.
+            count: Which token of the responses it was, from 1.
+        """
+        keys = self._stacked()
+        found = []
+        for row, length in enumerate(prompt_lengths):
+            has_choice = length + count > self.width
+            part = keys[row] if has_choice else self._nothing()
+            found.append(_of_sequence(part, prompt_width - length))
+        return found
+
+    def of_prompts(self, prompts: Sequence[PromptKey]) -> list[Tensor]:
+        """Keys of each prompt, [max(0, P - K), indexers, K], after a forward pass over the distinct
+        ones of `prompts`, left-padded."""
+        distinct = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompts))}
+        longest = max(len(tokens) for tokens, *_ in prompts)
+        if longest <= self.width:
+            return [self._nothing()] * len(prompts)
+        keys = self._stacked()
+        padding = [longest - len(tokens) for tokens, *_ in prompts]
+        return [
+            _of_sequence(keys[distinct[prompt], pad:], pad)
+            for prompt, pad in zip(prompts, padding, strict=True)
+        ]
+
+    def _stacked(self) -> Tensor:
+        """[B, n, indexers, K], on the host."""
+        assert len(self._recorded) == self.layers, "every indexer is called once in a pass"
+        return torch.stack(self._recorded, dim=2).cpu()
+
+    def _nothing(self) -> Tensor:
+        return torch.empty(0, self.layers, self.width, dtype=torch.int32)
+
+
+def _selection_width(indexer: torch.nn.Module) -> int:
+    """The most keys that a query attends to, by the attributes of transformers' indexers."""
+    sizes = vars(indexer)
+    if (budget := sizes.get("token_budget")) is not None:  # Qwen3.8: pools are always whole
+        return int(budget + sizes["compress_ratio"] - 1)
+    return int(sizes["index_topk"] + sizes.get("index_kpool", 1) - 1)
+
+
+def _columns(selected: Tensor, width: int) -> Tensor:
+    """[..., columns] bool -> [..., width] int32, the selected columns, then -1."""
+    width = min(width, selected.size(-1))
+    ranked = selected.to(torch.int8).sort(dim=-1, descending=True, stable=True)
+    columns = ranked.indices[..., :width].where(ranked.values[..., :width] > 0, -1)
+    return columns.int()
+
+
+def _of_sequence(keys: Tensor, padding: int) -> Tensor:
+    """Positions within a sequence of columns of the cache, which begins with padding."""
+    return (keys - padding).where(keys >= 0, -1)
 
 
 def draw_uniforms(seeds: Sequence[int], count: int) -> Tensor:

@@ -234,6 +234,8 @@ class LocalEngine(RolloutEngine):
             raise RuntimeError("the local engine has no complete weights: update_weights failed")
         if sampling.report_routed_experts and not self._decoder.routed_experts.layers:
             raise ValueError("--use-rollout-routing-replay: the model has no MoE layers")
+        if sampling.report_indexer_topk and not self._decoder.indexers.layers:
+            raise ValueError("--use-rollout-indexer-replay: the model has no indexers")
         if sampling.stop and self._tokenizer is None:
             raise ValueError(f"stop strings {sampling.stop!r} require an engine with a tokenizer")
         for request in requests:

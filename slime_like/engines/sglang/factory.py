@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from arguments.hf.indexers import indexer_layers
 from arguments.hf.lora_modules import target_modules
 from arguments.hf.model import read_hf_model
 from arguments.hf.moe import moe_layers
@@ -27,6 +28,7 @@ from slime_like.engines.sglang.engine import SglangEngine
 from slime_like.errors import RunError
 from slime_like.images.settings import VisionFamily
 from slime_like.servers.http import CONTROL_S, RequestFailed
+from slime_like.servers.indexer_topk import POSITIONS, IndexerFormat
 from slime_like.servers.launches import ServerProgram, Slot
 from slime_like.servers.processes import (
     LOOPBACK,
@@ -47,6 +49,7 @@ from slime_like.weights.families import model_families
 
 logger = logging.getLogger(__name__)
 ROUTES_SETTING = "enable_return_routed_experts"  # server argument
+KEYS_SETTING = "enable_return_indexer_topk"  # likewise
 MASKS_SETTING = "sampling_mask_max_tokens"  # likewise
 DETERMINISTIC = "enable_deterministic_inference"
 # Servers keep the features of images that they have seen, and no update of weights drops them.
@@ -86,6 +89,7 @@ def make_sglang_engine(context: EngineContext) -> SglangEngine:
         left_out=left_out(config),
         colocated=bool(config.sglang.offload_rollout),
         routed_experts=routes_format(config),
+        indexer_topk=indexer_format(config),
         agent=agent,
         takes_adapter=config.sends_adapter,
     )
@@ -107,6 +111,7 @@ class SglangProgram(ServerProgram):
     cuda: bool
     memory_saver: bool = False
     reports_routed_experts: bool = False
+    reports_indexer_topk: bool = False
     longest_mask: int | None = None  # tokens of a sampling mask, if they are reported
     overrides: Mapping[str, object] = field(default_factory=dict)  # the user's --sglang flags
     tower: str | None = None  # of a run with images: "frozen" or "trained"
@@ -132,6 +137,8 @@ class SglangProgram(ServerProgram):
             settings["node_rank"] = slot.node_rank
         if self.reports_routed_experts:
             settings[ROUTES_SETTING] = True
+        if self.reports_indexer_topk:
+            settings[KEYS_SETTING] = True
         if self.deterministic:
             settings[DETERMINISTIC] = True
         if self.longest_mask is not None:
@@ -145,7 +152,8 @@ class SglangProgram(ServerProgram):
         return server_command(self.python, settings)
 
     def environment(self, slot: Slot) -> Mapping[str, str]:
-        return NO_FEATURE_CACHE if self.tower == "trained" else {}
+        variables = NO_FEATURE_CACHE if self.tower == "trained" else {}
+        return variables | (POSITIONS if self.reports_indexer_topk else {})
 
 
 class SglangKind(ServerKind):
@@ -161,6 +169,7 @@ class SglangKind(ServerKind):
             device.type == "cuda",
             bool(config.sglang.offload_rollout),
             config.rollout.use_rollout_routing_replay,
+            config.rollout.use_rollout_indexer_replay,
             longest_mask(config),
             config.sglang.sglang_server_flags or {},
             None if vision is None else "trained" if vision.trained else "frozen",
@@ -186,6 +195,8 @@ class SglangKind(ServerKind):
             require_deterministic(pool)
         if config.rollout.use_rollout_routing_replay:
             require_routed_experts(pool)
+        if config.rollout.use_rollout_indexer_replay:
+            require_indexer_topk(pool)
         if (longest := longest_mask(config)) is not None:
             require_sampling_masks(pool, longest)
 
@@ -304,6 +315,27 @@ def require_routed_experts(pool: ServerPool) -> None:
             raise RunError(
                 f"{flag} does not report routed experts; start it with "
                 "--enable-return-routed-experts"
+            )
+
+
+def indexer_format(config: RunConfig) -> IndexerFormat | None:
+    """The format of selected keys; None for a model without indexers, or one whose servers do not
+    report them."""
+    transformer = config.megatron.transformer
+    has_indexers = transformer.multi_latent_attention and hasattr(transformer, "index_topk")
+    if not has_indexers or transformer.index_pool > 1:
+        return None
+    return IndexerFormat(tuple(indexer_layers(transformer)), transformer.index_topk)
+
+
+def require_indexer_topk(pool: ServerPool) -> None:
+    """Raise RunError naming a server that does not report selected keys."""
+    for url, info in _settings_of_servers(pool, "return_indexer_topk"):
+        if info.get(KEYS_SETTING) is not True:
+            raise RunError(
+                f"--use-rollout-indexer-replay: the engine {url} does not report selected keys; "
+                "use SGLang 0.5.23 or a later one, and start it with --enable-return-indexer-topk, "
+                "and with SGLANG_DSA_FUSE_TOPK=0 in its environment"
             )
 
 

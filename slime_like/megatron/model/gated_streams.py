@@ -28,6 +28,7 @@ from slime_like.megatron.model.sparse_attention import SparseAttention, has_far_
 from slime_like.megatron.ops.attention import PackedRows
 from slime_like.megatron.ops.context_parallel import gather_rows
 from slime_like.megatron.ops.hyper_connections import read_gated_streams, write_gated_streams
+from slime_like.megatron.ops.key_indexer import KeyIndexer
 from slime_like.megatron.ops.sparse_attention import far_rows, far_spans, most_keys, select_keys
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ class GatedStreamsLayer(HyperConnectedLayer):
         return super()._forward_attention(hidden_states, *args, **settings)
 
 
-class PoolIndexer(torch.nn.Module):
+class PoolIndexer(KeyIndexer):
     """The indexer of one layer. The weights of its norms are zero-centred."""
 
     query_key_weight: Tensor  # [(heads + 1) * d, hidden], of the queries and the key
@@ -138,7 +139,7 @@ class PoolIndexer(torch.nn.Module):
 
     @torch.no_grad()
     def forward(self, hidden: Tensor, rows: PackedRows, angles: Tensor) -> Tensor:
-        """Select the keys of the far queries of this rank; see `select_keys`.
+        """Select the keys of the far queries of this rank; see `select_keys` and `chosen`.
 
         Args:
             hidden: [T, H], this rank's rows, also under sequence or context parallelism.
@@ -169,7 +170,8 @@ class PoolIndexer(torch.nn.Module):
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         weights = queries.new_full(queries.shape[:2], self.dim**-0.5, dtype=dtype)
         spans = far_spans(rows, most_keys(topk, pool))
-        return select_keys(queries, weights, keys, spans, topk, pool, rows.lengths)
+        selected = select_keys(queries, weights, keys, spans, topk, pool, rows.lengths)
+        return self.chosen(selected, rows)
 
     def _normalised(self, x: Tensor, weight: Tensor) -> Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from slime_like.megatron.ops.attention import PackedAttention, PackedRows
 from slime_like.megatron.ops.context_parallel import gather_keys, gather_rows
+from slime_like.megatron.ops.key_indexer import KeyIndexer
 from slime_like.megatron.ops.sparse_attention import (
     far_rows,
     far_spans,
@@ -68,7 +69,7 @@ def rotated(x: Tensor, cosines: Tensor, sines: Tensor, *, pairs: bool = False) -
     return torch.cat([rotary * cosines + rotated_half * sines, rest], dim=-1)
 
 
-class Indexer(torch.nn.Module):
+class Indexer(KeyIndexer):
     """The lightning indexer of one layer."""
 
     wq_b: Tensor
@@ -114,7 +115,7 @@ class Indexer(torch.nn.Module):
         rows: PackedRows,
         rotation: tuple[Tensor, Tensor] | None,
     ) -> Tensor:
-        """Select the keys of the far queries of this rank; see `select_keys`.
+        """Select the keys of the far queries of this rank; see `select_keys` and `chosen`.
 
         Args:
             hidden: [T, H], this rank's rows, also under sequence or context parallelism.
@@ -151,7 +152,8 @@ class Indexer(torch.nn.Module):
             keys = pooled(keys, scores, self.pool_bias, far.pools)
         # 1 / sqrt(heads) and 1 / sqrt(dim), as in the published code
         weights = weights[far.queries] * (self.heads * self.dim) ** -0.5
-        return select_keys(queries, weights, keys, spans, topk, self.pool, rows.lengths)
+        selected = select_keys(queries, weights, keys, spans, topk, self.pool, rows.lengths)
+        return self.chosen(selected, rows)
 
 
 class SparseLatentAttention(MLASelfAttention):

@@ -71,6 +71,10 @@ class PackedRows(PackedSeqParams):
     blocks: ImageBlocks | None = None  # of images within which attention is in both directions
     # layer number -> keys that its indexer selected, see ops/sparse_attention.py
     selected_keys: dict[int, Tensor] = field(default_factory=dict)
+    # index of an indexer of this rank -> keys to replay, on the host, see indexer_replay.py; in a
+    # dict, so that they stay there. Then the indexers that were compared with them in this pass
+    replayed_keys: dict[int, Tensor] = field(default_factory=dict)
+    compared_keys: set[int] = field(default_factory=set)
     # what a layer lends to later ones, see ops/side_tensors.py
     sides: dict[str, SideTensor] = field(default_factory=dict)
     # [T / cp] int64 of this rank, and the n-grams that follow; only with a memory of n-grams

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from slime_like.megatron.ops.attention import PackedRows
 from slime_like.megatron.ops.context_parallel import Attend
 from slime_like.megatron.ops.far_rows import FarRows
+from slime_like.samples.indexer_topk import most_keys
 
 # Consecutive queries: own rows [a, b) and natural rows [c, d) of the keys that the last query
 # attends to; each earlier query attends to one key less. As in `ContextRows`.
@@ -46,12 +47,6 @@ def near_and_far(span: Span, topk: int) -> tuple[Span, Span]:
     near = min(max(topk - before, 0), last - first)
     middle = first + near
     return (first, middle, key_first, key_first + before + near), (middle, last, *span[2:])
-
-
-def most_keys(topk: int, pool: int) -> int:
-    """The number of keys that a query attends to at most: those of the selected pools, and of an
-    incomplete one. A query with so many preceding keys or fewer has no other pools."""
-    return topk + pool - 1
 
 
 def far_spans(rows: PackedRows, topk: int) -> list[Span]:
@@ -171,6 +166,27 @@ def select_keys(
         selected.append(chosen.int())
         at += count
     return torch.cat(selected)
+
+
+def replay_keys(selected: Tensor, given: Tensor) -> tuple[Tensor, Tensor]:
+    """Replace the selection by an engine's.
+
+    Args:
+        selected: The result of `select_keys`, [F, n] int32.
+        given: The same of the engine, where -1 fills up a row; a row of -1 is unknown, and keeps
+            the own selection.
+
+    Returns:
+        [F, n] int32, and [2] float64: how many of the given keys `selected` lacks, and how many are
+        given.
+    """
+    first = given[:, :1]
+    present = given >= 0
+    ranked = selected.sort(dim=1).values
+    places = torch.searchsorted(ranked, given).clamp_(max=given.size(1) - 1)
+    lacking = present & (ranked.gather(1, places) != given)
+    chosen = given.where(present, first).where(first >= 0, selected)
+    return chosen, torch.stack([lacking.sum(), present.sum()]).double()
 
 
 def attend_selected(

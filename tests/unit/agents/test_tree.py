@@ -34,6 +34,7 @@ from slime_like.rollout.episode import Model
 from slime_like.samples.sampling_mask import split_sampling_mask
 from tests.agent_templates import FAMILIES, MARKS, Family, call_text, make_tokenizer
 
+WIDTH = 6  # keys that a query attends to at most
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
 PARIS, ROME = ("weather", {"city": "Paris"}), ("weather", {"city": "Zürich"})
 
@@ -74,8 +75,17 @@ class Writer:
         length = len(request.prompt_tokens) + len(tokens)
         routed_experts = torch.randint(0, 99, (length, 2, 2), dtype=torch.int16)
         routed_experts[-1] = -1  # not computed
+        keys = torch.randint(0, 99, (max(0, length - WIDTH), 2, WIDTH), dtype=torch.int32)
+        keys[-1:] = -1
         output = GenerateOutput(
-            request.sample_id, tuple(tokens), log_probs, reason, versions, sets, routed_experts
+            request.sample_id,
+            tuple(tokens),
+            log_probs,
+            reason,
+            versions,
+            sets,
+            routed_experts,
+            keys,
         )
         self.written.append((request.prompt_tokens, output))
         return output
@@ -182,8 +192,8 @@ class Talk:
         assert bool(paths) == any(t.parent is not None for t in tree.turns)
 
     def check_routes(self, branch: Branch) -> None:
-        """Each token went where the first answer of its path that computed it says; the last one
-        nowhere."""
+        """Each token went where the first answer of its path that computed it says, and attended to
+        the keys it says; the last one nowhere."""
         path = self.session.tree.turns[branch.spans[-1][2]].path
         reported = [
             next(o for p, o in self.writer.written if (p, o.log_probs) == (t.prompt, t.log_probs))
@@ -198,6 +208,16 @@ class Talk:
             )
             assert first is not None and torch.equal(found, first[place])
         assert bool((branch.routed_experts[-1] == -1).all())
+        keys = branch.indexer_topk
+        assert keys is not None and len(keys) == max(0, len(branch.tokens) - WIDTH)
+        for row, chosen in enumerate(keys[:-1]):
+            first = next(
+                o.indexer_topk
+                for t, o in zip(path, reported)
+                if row + WIDTH < len(t.all_tokens) - 1
+            )
+            assert first is not None and torch.equal(chosen, first[row])
+        assert bool((keys[-1:] == -1).all())
 
 
 def observed(branches: Sequence[Branch]) -> Counter[tuple[int, ...]]:

@@ -49,7 +49,7 @@ def exchanged(monkeypatch: pytest.MonkeyPatch) -> list[Sequence[AnySample]]:
 @pytest.fixture
 def delivery(monkeypatch: pytest.MonkeyPatch) -> SampleDelivery:
     monkeypatch.setattr("slime_like.batching.delivery.gather", lambda value: [value])
-    return SampleDelivery(None, PLAN, None, replays_rollout=False, buffer_size=1)  # type: ignore[arg-type]
+    return SampleDelivery(None, PLAN, None, replayed=(), buffer_size=1)  # type: ignore[arg-type]
 
 
 def test_a_prefetched_rollout_is_exchanged_once(

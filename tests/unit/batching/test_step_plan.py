@@ -9,7 +9,7 @@ import math
 import pytest
 import torch
 
-from slime_like.batching.delivery import with_routed_experts
+from slime_like.batching.delivery import with_routed_experts, with_selected_keys
 from slime_like.batching.step_plan import StepPlan
 from slime_like.batching.train_samples import map_steps, step_weights, train_samples
 from slime_like.losses.reductions import LOSS_REDUCTIONS
@@ -231,6 +231,37 @@ def test_every_sample_has_routes_of_this_network() -> None:
             )
     with pytest.raises(ValueError, match="sample 4 has no routed experts"):
         with_routed_experts([make(4)], **sizes)
+
+
+def test_every_sample_has_keys_that_its_queries_see() -> None:
+    """Of five tokens, of which the last three attend to two keys."""
+    keys = torch.tensor([[0, 2], [3, 1], [-1, -1]], dtype=torch.int32).unsqueeze(1).repeat(1, 4, 1)
+    sizes = dict(indexers=4, width=2)
+    reported = dataclasses.replace(make(1), indexer_topk=keys)
+    aborted = make(2, status=SampleStatus.ABORTED)
+    first, second = with_selected_keys([reported, aborted], **sizes)
+    assert first.indexer_topk is keys and second.indexer_topk is not None
+    assert second.indexer_topk.shape == (3, 4, 2) and bool((second.indexer_topk == -1).all())
+    (near,) = with_selected_keys([make(3)], indexers=4, width=5)  # nothing to choose
+    assert near.indexer_topk is not None and near.indexer_topk.shape == (0, 4, 5)
+    (again,) = with_selected_keys([near], indexers=4, width=5)
+    assert again.indexer_topk is near.indexer_topk
+    shorter = torch.empty(0, 4, 9, dtype=torch.int32)
+    (again,) = with_selected_keys(
+        [dataclasses.replace(make(3), indexer_topk=shorter)], indexers=4, width=9
+    )
+    assert again.indexer_topk is shorter
+    flag = "--use-rollout-indexer-replay: the selected keys of sample 4"
+    with pytest.raises(ValueError, match=f"{flag} are missing"):
+        with_selected_keys([make(4)], **sizes)
+    for wrong in (keys[:2], keys[:, :3], keys.repeat(1, 1, 2)):
+        with pytest.raises(ValueError, match=rf"{flag} are .* expected .* = \(3, 4, 2\)"):
+            with_selected_keys([dataclasses.replace(make(4), indexer_topk=wrong)], **sizes)
+    for row, key in ((0, 3), (1, 4), (2, -2)):  # later tokens, and none
+        unseen = keys.clone()
+        unseen[row, 2, 1] = key
+        with pytest.raises(ValueError, match=f"{flag} are not all positions .* {key}"):
+            with_selected_keys([dataclasses.replace(make(4), indexer_topk=unseen)], **sizes)
 
 
 @pytest.mark.parametrize("cost", [None, 9.0])

@@ -23,6 +23,7 @@ from slime_like.rollout.failures import failed_fraction
 from slime_like.rollout.group_rows import waiting_from_rows, waiting_to_rows
 from slime_like.rollout.hooks import group_filters
 from slime_like.rollout.rollouter import Rollouter, training_sampling, truncate_at_stop
+from slime_like.samples.indexer_topk import join_indexer_topk, pad_indexer_topk, unknown_keys
 from slime_like.samples.routed_experts import join_routed_experts
 from slime_like.types import Prompt, Sample, SampleStatus
 from tests.unit.command_lines import complete
@@ -405,6 +406,23 @@ def test_routes_of_a_sample_that_grew_are_those_of_their_first_time() -> None:
     assert join_routed_experts(None, None, 4) is None
     assert join_routed_experts(before, None, 3) is before  # aborted before it was asked for again
     assert join_routed_experts(before, None, 4) is None
+
+
+def test_keys_of_a_sample_that_grew_are_those_of_their_first_time() -> None:
+    """Of tokens after the first two, which have no choice."""
+    assert join_indexer_topk(None, None, 4) is None
+    short = unknown_keys(2, 1, 2)
+    assert short.shape == (0, 1, 2) and join_indexer_topk(None, short, 2) is not None
+    before = torch.tensor([[0, 2], [1, 3], [-1, -1]], dtype=torch.int32).unsqueeze(1)
+    now = torch.tensor([[5, 5], [5, 5], [3, 4], [0, 5], [-1, -1]], dtype=torch.int32).unsqueeze(1)
+    grown = join_indexer_topk(before, now, 7)
+    assert grown is not None and grown[:, 0].tolist() == [[0, 2], [1, 3], [3, 4], [0, 5], [-1, -1]]
+    first = join_indexer_topk(short, now, 6)
+    assert first is not None and first.tolist() == now[:4].tolist()
+    assert join_indexer_topk(before, None, 5) is before
+    assert join_indexer_topk(before, None, 6) is None
+    padded = pad_indexer_topk([before[:1], before[1:]], 8)
+    assert padded.shape == (6, 1, 2) and padded[:3].equal(before) and bool((padded[3:] == -1).all())
 
 
 def test_failures_of_dropped_groups_count(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

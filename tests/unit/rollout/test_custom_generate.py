@@ -68,6 +68,8 @@ class Scripted:
         length, call = len(request.prompt_tokens) + cut, len(self.requests)
         routed_experts = torch.full((length, 1, 2), call, dtype=torch.int16)
         routed_experts[-1] = -1  # not computed
+        keys = torch.full((max(0, length - 3), 1, 3), call, dtype=torch.int32)  # 3 of each query
+        keys[-1:] = -1
         return GenerateOutput(
             request.sample_id,
             tokens,
@@ -76,6 +78,7 @@ class Scripted:
             (call,) * cut,
             None if sampling.greedy else tuple(torch.tensor([t, call]).int() for t in tokens),
             routed_experts,
+            keys,
         )
 
 
@@ -134,6 +137,8 @@ def test_choices_of_the_sampler_are_kept(tmp_path: Path) -> None:
     assert sets == [[97, 1], [98, 1], [], [], [99, 2], [100, 2], [101, 2], []]
     assert sample.routed_experts is not None and sample.routed_experts.shape == (10, 1, 2)
     assert sample.routed_experts[:, 0, 0].tolist() == [1, 1, 1, 2, 2, 2, 2, 2, -1, -1]
+    assert sample.indexer_topk is not None and sample.indexer_topk.shape == (7, 1, 3)
+    assert sample.indexer_topk[:, 0, 0].tolist() == [2, 2, 2, 2, 2, -1, -1]
 
 
 @pytest.mark.parametrize("trained", [True, False])

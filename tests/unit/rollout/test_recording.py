@@ -31,6 +31,9 @@ def _sample(sample_id: int, **changes: Any) -> Sample:
         routed_experts=torch.randint(
             -1, 9, (4 + response, 3, 2), generator=generator, dtype=torch.int16
         ),
+        indexer_topk=torch.randint(
+            -1, 4, (2 + response, 2, 2), generator=generator, dtype=torch.int32
+        ),
         reward=1 / 3,
         weight_versions=tuple(range(response)),
         text="2 + 2 =",

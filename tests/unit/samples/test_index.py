@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from slime_like.batching.delivery import without_routed_experts
+from slime_like.batching.delivery import CHOICES, without_tensors
 from slime_like.samples.episodes import complete
 from slime_like.samples.index import (
     ROW,
@@ -48,6 +48,9 @@ def made(rng: random.Random, sample_id: int) -> Sample:
         "teacher_prompt": torch.randint(0, 151_000, (rng.randrange(1, 9),), dtype=torch.int32),
         "routed_experts": torch.randint(-1, 8, (prompt + length, 3, 2), dtype=torch.int16),
     }
+    width = rng.randrange(1, 9)
+    shape = (max(0, prompt + length - width), 3, width)
+    maybe["indexer_topk"] = torch.randint(-1, 40, shape, dtype=torch.int32)
     versions = [rng.choice([NOT_SAMPLED, 3, 4, 9]) for _ in range(length)]
     weight_versions = rng.choice([(), (5,) * length, tuple(versions), (NOT_SAMPLED,) * length])
     return Sample(
@@ -123,14 +126,18 @@ def test_text_travels_where_it_is_asked_for(samples: list[Sample]) -> None:
 
 
 def test_changes_on_all_ranks_alike(samples: list[Sample], known: list[RemoteSample]) -> None:
-    """Failed ones, those that a filter removes, and routed experts that nobody replays."""
+    """Failed ones, those that a filter removes, and choices that nobody replays."""
     for local, known_sample in zip(samples, known, strict=True):
         assert untrained(local).active_tokens == untrained(known_sample).active_tokens == 0
         masked, remote = mask_failed(local), mask_failed(known_sample)
         assert masked.active_tokens == remote.active_tokens
         assert repr(masked.reward) == repr(remote.reward)
-        bare = without_routed_experts([local, known_sample])
-        assert payload_size(bare[0]) == payload_size(bare[1]) and not bare[1].has("routed_experts")
+        bare = without_tensors([local, known_sample], CHOICES)
+        assert payload_size(bare[0]) == payload_size(bare[1])
+        assert not any(bare[1].has(name) for name in CHOICES)
+        one = without_tensors([local, known_sample], ["indexer_topk"])
+        assert payload_size(one[0]) == payload_size(one[1])
+        assert one[1].has("routed_experts") == local.has("routed_experts")
 
 
 def test_a_remote_sample_is_not_taken_for_a_whole_one(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from arguments.hf.model import read_hf_model
 from arguments.parse import parse_args
 from arguments.rules.network import ShardedNetwork, layout_problems
+from arguments.rules.sglang import check_indexer_replay
 from arguments.schema import ParallelConfig
 from slime_like.config import ConfigError
 from tests.unit.command_lines import HF_CONFIG, complete, problems_of
@@ -27,6 +29,10 @@ GLM_5: dict[str, Any] = {
     **{"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     **{"moe_intermediate_size": 16, "first_k_dense_replace": 1},
     **{"index_topk": 16, "index_n_heads": 4, "index_head_dim": 8},
+}
+DEEPSEEK_V3 = {
+    **{"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "n_group": 1},
+    **{"topk_group": 1, "index_topk": None, "index_n_heads": None, "index_head_dim": None},
 }
 SHARING = {"index_topk_freq": 4, "index_skip_topk_offset": 3}
 SHARED = [0, 0, 0, 1, 1, 1, 0, 1]
@@ -121,3 +127,63 @@ def test_flags_of_slime(tmp_path: Path) -> None:
     argv = [word if word != "--allgather-cp" else "--cp-comm-type=p2p" for word in argv]
     (problem,) = problems_of(argv, 2)
     assert "use all_gather" in str(problem)
+
+
+REPLAY = "--use-rollout-indexer-replay"
+SERVERS = (
+    "--rollout-engine",
+    "sglang",
+    "--no-sglang-router",
+    "--rollout-external-engine-addrs",
+    "127.0.0.1:30000",
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "flags", "words"),
+    [
+        ({}, (), None),
+        ({}, SERVERS, None),
+        ({}, ("--loss-type", "sft_loss"), "--loss-type sft_loss"),
+        ({}, ("--rollout-engine", "vllm", *SERVERS[3:]), "--rollout-engine vllm"),
+        (DEEPSEEK_V3, (), "has no effect without a network whose indexers select keys"),
+    ],
+)
+def test_who_replays_an_indexers_choice(
+    tmp_path: Path, changes: dict[str, Any], flags: tuple[str, ...], words: str | None
+) -> None:
+    argv = complete(tmp_path, *flags, REPLAY)
+    write(tmp_path, **changes)
+    if words is None:
+        config = parse_args(argv, 1)
+        assert config.replayed == ("indexer_topk",) and not config.old_is_current
+        return
+    found = [str(p) for p in problems_of(argv, 1)]
+    assert any(REPLAY in p and words in p for p in found), found
+
+
+def test_servers_that_report_keys(tmp_path: Path) -> None:
+    """Not of pools, and only where each GPU has the attention of its own requests."""
+    model = read_hf_model(write(tmp_path)).transformer
+    started = {"rollout_engine": "sglang", "use_rollout_indexer_replay": True}
+
+    def found(core: dict[str, Any], gpus: int, **flags: object) -> list[str]:
+        settings = SimpleNamespace(
+            rollout=SimpleNamespace(**started),
+            core=core,
+            sglang=SimpleNamespace(
+                rollout_num_gpus=8,
+                colocate=False,
+                rollout_num_gpus_per_engine=gpus,
+                sglang_server_flags=flags,
+            ),
+        )
+        return [str(p) for p in check_indexer_replay(settings)]  # type: ignore[arg-type]
+
+    assert found(model, 1) == [] == found(model, 4, enable_dp_attention=True, dp_size="4")
+    for flags in ({}, {"dp_size": "4"}, {"enable_dp_attention": True, "dp_size": "2"}):
+        (problem,) = found(model, 4, **flags)
+        assert "requires --sglang-enable-dp-attention --sglang-dp-size 4" in problem
+    for other in ({"index_pool": 4}, {"multi_latent_attention": False}):
+        (problem,) = found({**model, **other}, 1)
+        assert REPLAY in problem and "not supported with --rollout-engine sglang" in problem

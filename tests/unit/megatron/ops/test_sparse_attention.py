@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 
@@ -11,9 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from slime_like.megatron.indexer_replay import replayed_keys
 from slime_like.megatron.ops import sparse_attention as ops
 from slime_like.megatron.ops.attention import PackedRows, packed_rows
 from slime_like.megatron.ops.context_parallel import rows_of_rank
+from slime_like.megatron.packing import pack_all
+from slime_like.types import TrainSample
 
 LENGTHS = (16, 4, 32, 8)  # multiples of 2 * 2, for two context-parallel ranks
 HEADS, DIM, VALUE, INDEX_HEADS, INDEX_DIM, TOPK = 3, 6, 4, 5, 7, 6
@@ -196,3 +200,51 @@ def test_pools_on_the_rows_of_context_parallel_ranks() -> None:
         own = rows_of_rank(cu_seqlens, 2, rank)
         found = ours_in_pools(x, packed_rows(cu_seqlens, 2, rank), own)
         torch.testing.assert_close(found, expected[own], rtol=1e-12, atol=1e-13)
+
+
+def test_keys_of_an_engine_replace_the_own() -> None:
+    """Rows of -1 are unknown; -1 within a row fills it up."""
+    own = torch.tensor([[4, 0, 2], [1, 2, 3], [5, 1, 0], [6, 2, 2]], dtype=torch.int32)
+    given = torch.tensor([[0, 4, 2], [-1, -1, -1], [5, 4, 3], [2, 6, -1]], dtype=torch.int32)
+    chosen, counts = ops.replay_keys(own, given)
+    assert chosen.tolist() == [[0, 4, 2], [1, 2, 3], [5, 4, 3], [2, 6, 2]]
+    assert counts.tolist() == [2, 8]
+    assert chosen.dtype == own.dtype
+    nothing, none = ops.replay_keys(own[:0], given[:0])
+    assert nothing.shape == (0, 3) and none.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("pool", [1, 3])
+@pytest.mark.parametrize("cp_size", [1, 2])
+def test_records_of_samples_are_at_the_queries_of_their_rows(pool: int, cp_size: int) -> None:
+    """Each row of a record says whose it is; padding, and ends of sequences that a sample lacks,
+    are unknown."""
+    width = TOPK + pool - 1
+    lengths = (16, 4, 29, 8)
+    samples = []
+    for number, length in enumerate(lengths):
+        rows = max(0, length - width)
+        record = torch.zeros(rows, 2, width, dtype=torch.int32)
+        record += 10_000 * number + (width + torch.arange(rows).int())[:, None, None]
+        record += 1000 * torch.arange(2).int()[:, None]
+        samples.append(
+            TrainSample(torch.arange(length), 0, *(2 * [torch.ones(0)]), indexer_topk=record)
+        )
+    batch = pack_all(
+        [samples], multiple=8, equal_lengths=False, cp_size=cp_size, cp_rank=cp_size - 1
+    )[0]
+    assert batch.packed is not None
+    far = ops.far_rows(batch.packed, TOPK, pool)
+    found = replayed_keys(far, batch.seq_ids, samples, pinned=False)
+    assert found.keys() == {0, 1}
+    seen = 0
+    for row, (query, place) in enumerate(zip(far.queries, far.places, strict=True)):
+        number = int(batch.seq_ids[query])
+        is_real = number < 4 and int(place) < lengths[number]
+        seen += is_real
+        for slot, keys in found.items():
+            right = 10_000 * number + 1000 * slot + int(place) if is_real else -1
+            assert keys[row].tolist() == [right] * width
+    assert seen > 5
+    lacking = [*samples[:3], dataclasses.replace(samples[3], indexer_topk=None)]
+    assert replayed_keys(far, batch.seq_ids, lacking, pinned=False) == {}
