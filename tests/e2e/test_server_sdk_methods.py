@@ -4,6 +4,7 @@ refused with which message. A method that a new SDK brings is in neither, and fa
 from __future__ import annotations
 
 import inspect
+import re
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -270,23 +271,28 @@ def test_an_input_is_refused_by_name(calls: Calls, what: str) -> None:
 
 
 def test_an_abandoned_sample_is_not_drawn(calls: Calls) -> None:
-    """Where it waits behind another: the SDK tells the server."""
+    """Where it waits behind others: the SDK tells the server."""
 
     def settings(tokens: int, temperature: float) -> types.SamplingParams:
         return types.SamplingParams(max_tokens=tokens, temperature=temperature, stop=[])
 
-    busy = calls.sampling.sample(PROMPT, 200, settings(300, 1.0))
-    waiting = calls.sampling.sample(PROMPT, 1, settings(3, 0.5))
-    wait_for(lambda: "slime_like_tinker_waiting_requests 1.0" in metrics(calls.url))
-    before = calls.log.read_text().count("failed (user)")
-    assert waiting.cancel()
-    wait_for(lambda: calls.log.read_text().count("failed (user)") > before)
-    assert len(busy.result().sequences) == 200
+    def accepted() -> int:
+        """Samples but for those that are being drawn."""
+        text = httpx.get(f"{calls.url}/metrics", headers={"X-API-Key": KEY}).text
+        done = re.findall(r'slime_like_tinker_requests_total{op="sample",.*} (.*)', text)
+        waiting = re.findall(r"slime_like_tinker_waiting_requests ([0-9].*)", text)
+        return int(sum(map(float, done + waiting)))
+
+    before = accepted()
+    busy = [calls.sampling.sample(PROMPT, 200, settings(300, 1 + t / 8)) for t in range(4)]
+    wait_for(lambda: accepted() == before + 3)
+    abandoned = calls.sampling.sample(PROMPT, 1, settings(3, 0.5)).future()
+    wait_for(lambda: accepted() == before + 4)
+    failed = calls.log.read_text().count("failed (user)")
+    assert abandoned.cancel()
+    wait_for(lambda: calls.log.read_text().count("failed (user)") > failed)
+    assert [len(each.result().sequences) for each in busy] == [200] * 4
     assert calls.sampling.sample(PROMPT, 1, settings(3, 0.5)).result().sequences
-
-
-def metrics(url: str) -> str:
-    return httpx.get(f"{url}/metrics", headers={"X-API-Key": KEY}).text
 
 
 def wait_for(holds: Callable[[], bool]) -> None:
