@@ -29,7 +29,13 @@ from arguments.rules.layout import global_batch_of
 from arguments.rules.moe import MOE_WARNINGS
 from arguments.rules.pipeline import virtual_stages_of
 from arguments.rules.run import RULES, WARNINGS, notes_of, unused_loss_settings
-from arguments.rules.server import OPTIM_STEP_FIELDS, SERVER_FIELDS, SERVER_RULES, trainer_fields
+from arguments.rules.server import (
+    OPTIM_STEP_FIELDS,
+    SERVER_FIELDS,
+    SERVER_RULES,
+    SERVER_WARNINGS,
+    trainer_fields,
+)
 from arguments.rules.sglang import completed_sglang
 from arguments.run_config import RunConfig
 from arguments.run_file import read_run_file
@@ -59,7 +65,7 @@ _ANSWERED = frozenset(["--help", "-h", "--version"])  # without a run
 TRAIN = Program(RULES, WARNINGS, TRAIN_USAGE, SERVER_FIELDS, default_micro_batches=True)
 SERVER = Program(
     SERVER_RULES,
-    MOE_WARNINGS,
+    (*MOE_WARNINGS, *SERVER_WARNINGS),
     SERVER_USAGE,
     frozenset(trainer_fields()).union(OPTIM_STEP_FIELDS),
     {"lr": 1e-4, "clip_grad": 0.0},

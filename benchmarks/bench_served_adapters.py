@@ -11,13 +11,15 @@ save: with room in memory for two of the copies, where four clients evict one an
 all. In the third, adapters are not merged. Another way of serving is one more `--way`.
 
 `--clients 1 --again 1` is a client alone, who samples once more from the same weights: what the
-first sample after a save costs beyond that is the loading.
+first sample after a save costs beyond that is the loading. Of a client alone the table also has the
+server's CPU seconds of each part, which other load on the machine affects least.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import shlex
 import statistics
@@ -25,7 +27,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,7 +55,7 @@ class Rounds:
     """Seconds of the rounds of one way: of whole blocks, and of each part of a client's round."""
 
     blocks_s: list[float] = field(default_factory=list)
-    parts_s: dict[str, list[float]] = field(default_factory=lambda: {part: [] for part in PARTS})
+    parts_s: dict[str, list[float]] = field(default_factory=dict)
 
 
 class Learner(HttpClient):
@@ -105,27 +107,47 @@ class Learner(HttpClient):
         self.result(self.send(message_of(self._samples, length, seed=self._saves)))
         self.step()
 
-    def round(self) -> dict[str, float]:
-        """Seconds of each part."""
+    def round(self, cpu_s: Callable[[], float] | None) -> dict[str, float]:
+        """Seconds of each part. cpu_s: of the server so far, for a client alone."""
         taken = {}
         for part in PARTS:
             if part == "again" and not self._again:
                 continue
+            before = cpu_s() if cpu_s else 0.0
             start = time.perf_counter()
             getattr(self, part)()
-            taken[part] = time.perf_counter() - start
+            taken[f"{part}, s"] = time.perf_counter() - start
+            if cpu_s:
+                taken[f"{part}, core s"] = cpu_s() - before
         return taken
 
 
-def run_block(learners: Sequence[Learner], rounds: int, found: Rounds) -> None:
+def cpu_meter(folder: Path) -> Callable[[], float]:
+    """Reads the CPU seconds of a server of one rank: of its worker and its API process."""
+    import psutil
+
+    pid = json.loads((folder / "server" / "link.json").read_text(encoding="utf-8"))["pid"]
+    api = psutil.Process(pid)
+    processes = [api, psutil.Process(api.ppid())]
+
+    def spent() -> float:
+        times = [process.cpu_times() for process in processes]
+        return float(sum(each.user + each.system for each in times))
+
+    return spent
+
+
+def run_block(
+    learners: Sequence[Learner], rounds: int, found: Rounds, cpu_s: Callable[[], float] | None
+) -> None:
     """Rounds of all clients at once, each in a thread."""
     errors: list[BaseException] = []
 
     def learn(learner: Learner) -> None:
         try:
             for _ in range(rounds):
-                for part, seconds in learner.round().items():
-                    found.parts_s[part].append(seconds)
+                for part, seconds in learner.round(cpu_s).items():
+                    found.parts_s.setdefault(part, []).append(seconds)
         except BaseException as error:
             errors.append(error)
             raise
@@ -158,21 +180,23 @@ def measure(
     found = {name: Rounds() for name in ways}
     with contextlib.ExitStack() as stack:
         learners: dict[str, list[Learner]] = {}
+        meters: dict[str, Callable[[], float] | None] = {}
         for number, (name, flags) in enumerate(ways.items()):
             place = folder / str(number)
             place.mkdir()
             url = stack.enter_context(running_server(model, place, flags))
+            meters[name] = cpu_meter(place) if clients == 1 else None
             learners[name] = [
                 Learner(model, url, rank=rank, samples=samples, tokens=tokens, again=again)
                 for _ in range(clients)
             ]
         for group in learners.values():
-            run_block(group, 1, Rounds())
+            run_block(group, 1, Rounds(), None)
             for learner in group:
                 stack.callback(learner.close)
         for _ in range(blocks):
             for name, group in learners.items():
-                run_block(group, rounds, found[name])
+                run_block(group, rounds, found[name], meters[name])
     return found
 
 
@@ -184,9 +208,7 @@ def summary(found: dict[str, Rounds], *, clients: int, rounds: int) -> dict[str,
         per_minute = 60 * clients * rounds / statistics.median(each.blocks_s)
         first = next(iter(table.values()), None)
         ratio = per_minute / first["rounds a minute"] if first else 1.0
-        parts = {
-            f"{part}, s": statistics.median(taken) for part, taken in each.parts_s.items() if taken
-        }
+        parts = {part: statistics.median(taken) for part, taken in each.parts_s.items()}
         table[name] = {"rounds a minute": per_minute, "ratio": ratio, **parts}
     return table
 

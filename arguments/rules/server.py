@@ -10,7 +10,7 @@ from pathlib import Path
 from arguments.flag_registry import GROUPS
 from arguments.hf.lora_modules import MERGED, unserved_beside_base, without_attention
 from arguments.hf.model import read_hf_model
-from arguments.rules.base import Rule, Settings, problem, reject
+from arguments.rules.base import Rule, Settings, Warn, problem, reject
 from arguments.rules.declared import declared_problems, flags_without
 from arguments.rules.images import IMAGE_NETWORK_RULES
 from arguments.rules.layout import PARALLEL_RULES
@@ -195,17 +195,35 @@ def check_server_adapters(s: Settings) -> list[Problem]:
     if served and str((s.sglang.sglang_server_flags or {}).get("dp_size", 1)) != "1":
         message = "requires servers without data parallelism; remove --sglang-dp-size"
         problems += problem("lora_sync", "adapter", message)
+    reasons = _no_adapters_beside(s)
+    return problems + [p for words in reasons for p in problem("lora_sync", "adapter", words)]
+
+
+def _no_adapters_beside(s: Settings) -> list[str]:
+    """Why the sampler holds no adapters beside this base model."""
     if s.model.hf_checkpoint is None:
-        return problems
+        return []
     try:
         model = read_hf_model(s.model.hf_checkpoint)
     except ConfigError:  # reported where the model is read
-        return problems
+        return []
     reason = without_attention(model.transformer)
     reasons = [reason] if reason else unserved_beside_base(s.model.hf_checkpoint, model)
-    if served and model.transformer.get("multi_latent_attention"):
+    if uses_sglang(s) and model.transformer.get("multi_latent_attention"):
         reasons.append(f"servers apply no adapters to multi-latent attention{MERGED}")
-    return problems + [p for words in reasons for p in problem("lora_sync", "adapter", words)]
+    return reasons
+
+
+def warn_rounded_adapters(s: Settings) -> str | None:
+    """Warn of merging by default where it loses small updates."""
+    dtypes = [name for name in ("bf16", "fp16") if s.core.get(name)]
+    if not dtypes or "lora_sync" in s.given or _no_adapters_beside(s):
+        return None
+    return (
+        f"samples of adapters are drawn from copies of the model rounded to {dtypes[0]}, in which "
+        "small updates are lost: --lora-sync adapter serves adapters as they are (--lora-sync "
+        "merged says that copies are meant)"
+    )
 
 
 def check_server_address(s: Settings) -> list[Problem]:
@@ -298,3 +316,5 @@ SERVER_RULES: tuple[Rule, ...] = (
     check_max_sequence_length,
     check_server_dir,
 )
+
+SERVER_WARNINGS: tuple[Warn, ...] = (warn_rounded_adapters,)

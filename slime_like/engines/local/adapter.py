@@ -28,7 +28,9 @@ class Factors:
     def __call__(self, x: Tensor) -> Tensor:
         """The term of the output, scale * lora_B (lora_A x). x: [..., in]."""
         low = torch.nn.functional.linear(x, self.first)
-        return torch.nn.functional.linear(low * self.scale, self.second)
+        if self.scale != 1:  # it is, for the ranks of most clients; a pass is many small operations
+            low *= self.scale
+        return torch.nn.functional.linear(low, self.second)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +122,7 @@ class LocalAdapters:
         if len(self._runs) <= 1:
             name = self._runs[0].adapter if self._runs else UNNAMED
             factors = self._adapters.get(name, {}).get(layer)
-            return output if factors is None else output + factors(inputs[0])
+            return output if factors is None else output.add_(factors(inputs[0]))
         # a layer's input may have the tokens of all rows in one dimension, row by row
         size, remainder = divmod(inputs[0].size(0), self._rows)
         assert not remainder, "every row of a batch is equally long"

@@ -248,18 +248,24 @@ def test_a_server_is_measured(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("clients", [1, 2])
 def test_served_adapters_are_measured(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    clients: int,
 ) -> None:
-    """Every way does the rounds of all clients, one of the command line included."""
-    sizes = {"hidden-size": 64, "num-layers": 2, "clients": 2, "blocks": 1, "rounds": 1, "samples": 2, "tokens": 4}  # fmt: skip
+    """Every way does the rounds of all clients, one of the command line included. Of a client alone
+    the server's CPU time is in the table."""
+    sizes = {"hidden-size": 64, "num-layers": 2, "clients": clients, "again": 1, "blocks": 1, "rounds": 1, "samples": 2, "tokens": 4}  # fmt: skip
     flags = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
     more = ["--way", "one copy=--max-sampler-engines 1", "--json", str(tmp_path / "out.json")]
     monkeypatch.setattr("sys.argv", ["bench", *flags, *more])
     assert bench_served_adapters.main() == 0
     found = json.loads((tmp_path / "out.json").read_text())["results"]
-    assert list(found) == ["merged, 2 copies", "merged, all copies", "one copy"]
+    assert list(found) == [*bench_served_adapters.ways_of(bench_served_adapters.WAYS), "one copy"]
     assert all(value > 0 for row in found.values() for value in row.values())
+    assert all(("again, core s" in row) == (clients == 1) for row in found.values())
     assert "| one copy |" in capsys.readouterr().out
 
 

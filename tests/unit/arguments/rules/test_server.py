@@ -113,6 +113,20 @@ def test_clients_bring_the_adapters_of_lora_sync(folder: Path) -> None:
         parse_args([*words, "--lora-rank", "4"], 1, SERVER)
 
 
+def test_merging_by_default_where_it_rounds(folder: Path) -> None:
+    def warnings(*more: str) -> tuple[str, ...]:
+        return parse_args(["--hf-checkpoint", str(folder / "hf"), *more], 1, SERVER).warnings
+
+    (said,) = warnings("--bf16")
+    assert "copies of the model rounded to bf16" in said and "--lora-sync adapter serves" in said
+    assert warnings() == () == warnings("--bf16", "--lora-sync", "merged")
+    assert warnings("--bf16", "--lora-sync", "adapter") == ()
+    path = folder / "hf" / "config.json"
+    how = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": how}))
+    assert warnings("--bf16") == (), "there is no other way"
+
+
 def test_a_base_without_adapters_beside_it(folder: Path) -> None:
     """Which the sampler would load as it is, and the trainer dequantised."""
     path = folder / "hf" / "config.json"
