@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.util
 from importlib import metadata
 
+from arguments.megatron_configs import SIZED_FIELDS
 from arguments.rules.base import Rule, Settings, problem
 from megatron_patches.patch import megatron_version, release
 from slime_like.config import Problem
@@ -51,10 +52,17 @@ def _package_problem() -> str | None:
 
 
 def check_muon_split_qkv(s: Settings) -> list[Problem]:
-    """Before 0.18, megatron-core cannot split the QKV projection of gated attention: it ignores the
-    rows of the gate."""
-    gated = s.core.get("attention_output_gate") and s.core.get("muon_split_qkv", True)
-    if not _is_muon(s) or not gated or release() >= (0, 18):
+    """megatron-core splits the QKV projection of all layers alike, by the sizes in its config, and
+    before 0.18 ignores the rows of the gate of gated attention."""
+    if not _is_muon(s) or not s.core.get("muon_split_qkv", True):
+        return []
+    if SIZED_FIELDS & s.core.keys():
+        message = (
+            "would split the QKV projection of all layers alike, and heads of this model differ by "
+            "layer; add --muon-no-split-qkv"
+        )
+        return problem("muon_split_qkv", None, message)
+    if not s.core.get("attention_output_gate") or release() >= (0, 18):
         return []
     message = "gated attention requires megatron-core 0.18 for it; add --muon-no-split-qkv"
     return problem("muon_split_qkv", None, message)

@@ -774,7 +774,8 @@ def test_experts_in_one_tensor(alone: Any, tmp_path: Path) -> None:
 def test_clamps_of_layers(alone: Any, tmp_path: Path) -> None:
     """They change what a tiny model of Step's computes, or agreement about it would say nothing;
     and an MLP with one is cut in checkpoints as others are."""
-    name, none = "Step3p7ForConditionalGeneration", {"swiglu_limits": None}
+    name = "Step3p7ForConditionalGeneration"
+    none: dict[str, Any] = {"swiglu_limits": None}
     tokens = [torch.arange(40)]
     found = {}
     for case, changes in {

@@ -50,7 +50,10 @@ PREDICTION_KEYS = {"mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"}
 def _settings(reader: ConfigReader) -> dict[str, object]:
     gate = reader.config.get("output_gate_type")
     if gate not in (None, "swish", "silu"):
-        reader.refuse(f"output_gate_type {gate!r} is not supported; legal values: swish, silu")
+        reader.refuse(
+            f"output_gate_type {gate!r} is not supported with this architecture, of which "
+            "transformers' class computes silu whatever the key says; legal values: swish, silu"
+        )
     return delta_settings(reader)
 
 

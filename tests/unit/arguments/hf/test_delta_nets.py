@@ -111,6 +111,10 @@ def test_the_language_model_of_a_file_with_images(tmp_path: Path) -> None:
             "layer_types is 'x': Input should be a valid list",
         ),
         ({"text_config": {**nested, "output_gate_type": "tanh"}}, "output_gate_type 'tanh'"),
+        (
+            {"text_config": {**nested, "output_gate_type": "sigmoid"}},
+            "output_gate_type 'sigmoid' .* computes silu whatever the key says; legal values: swish",
+        ),
     ):
         (tmp_path / "config.json").write_text(json.dumps({**full, **changes}))
         with pytest.raises(ConfigError, match=expected):

@@ -123,6 +123,18 @@ def test_gated_attention_is_split_since_megatron_core_counts_the_gate(
     assert not muon.check_muon_split_qkv(SimpleNamespace(core=core))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("field", ["window_groups", "value_channels"])
+def test_heads_that_differ_by_layer_are_not_split(
+    monkeypatch: pytest.MonkeyPatch, field: str
+) -> None:
+    installed(monkeypatch, "0.3.0", "0.19.2")
+    core: dict[str, Any] = {"optimizer": "muon", field: 2}
+    (found,) = muon.check_muon_split_qkv(SimpleNamespace(core=core))  # type: ignore[arg-type]
+    assert "differ by layer; add --muon-no-split-qkv" in found.message
+    core["muon_split_qkv"] = False
+    assert not muon.check_muon_split_qkv(SimpleNamespace(core=core))  # type: ignore[arg-type]
+
+
 def test_flags_reach_megatron_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch, "0.1.0", "0.16.1")
     flags = (
