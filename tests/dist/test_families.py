@@ -619,17 +619,17 @@ class Ours:
 
 
 def apart(
-    found: dict[str, Tensor], expected: dict[str, Tensor], unused: str | None = None
+    found: dict[str, Tensor], expected: dict[str, Tensor], unused: tuple[str, ...] = ()
 ) -> dict[str, float]:
     """The difference of each tensor, relative to its norm.
 
     Args:
-        unused: Part of the names of tensors that may be 0, and then have to be.
+        unused: Parts of the names of tensors that may be 0, and then have to be.
     """
     assert found.keys() == expected.keys()
     zeros = [name for name, tensor in expected.items() if not tensor.any()]
-    if unused is not None:
-        zeros = [name for name in zeros if unused not in name or found[name].any()]
+    known = [name for name in zeros if any(part in name for part in unused)]
+    zeros = [name for name in zeros if name not in known or found[name].any()]
     assert not zeros, "they would agree with anything"
     return {
         n: float((found[n] - t).norm() / t.norm().clamp(min=1e-300))
@@ -692,7 +692,7 @@ def measure_model(
     alone: Any,
     scratch: Path,
     *dtypes: torch.dtype,
-    unused: str | None = None,
+    unused: tuple[str, ...] = (),
 ) -> dict[torch.dtype, Measured]:
     """transformers' model against the one saved in `folder`, in float64 first. That the exported
     weights are the file's, bit by bit, is asserted.
