@@ -156,10 +156,17 @@ class AsyncRolloutQueue:
             self._saved[step] = row["before"]
 
     def close(self) -> None:
-        """Stop sampling; a rollout in flight is abandoned when the process ends."""
+        """Stop sampling after the rollout in flight, which is abandoned when the process ends."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+
+    def wait(self, seconds: float) -> bool:
+        """After `close`: wait for the rollout in flight; whether it has ended. A thread that still
+        computes when the interpreter ends may abort the process, whose exit status is then that."""
+        if self._thread is not None:
+            self._thread.join(seconds)
+        return self._thread is None or not self._thread.is_alive()
 
     def _run(self) -> None:
         assert self._next is not None

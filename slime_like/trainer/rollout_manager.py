@@ -39,6 +39,9 @@ if TYPE_CHECKING:
     from slime_like.checkpoints.state import AheadRow, SamplingState, TrainerState
 
 
+_ENDS_S = 5.0  # for a rollout in flight when sampling stops
+
+
 @dataclass(frozen=True, slots=True)
 class RolloutSettings:
     """What a rollout is made of."""
@@ -89,6 +92,7 @@ class RolloutManager:
         self.buffer = buffer
         self.pool = collector if isinstance(collector, PoolCollector) else None
         self.queue = self._make_queue()
+        self._closed = False
 
     def generate(self, step: int) -> GeneratedRollout:
         """A graded rollout. step: from 0."""
@@ -238,6 +242,9 @@ class RolloutManager:
             self.pool.close()
         if self._rollouter is not None and self._rollouter.custom_generate is not None:
             self._rollouter.custom_generate.close()
+        if self.queue is not None and not self._closed:
+            self.queue.wait(_ENDS_S)
+        self._closed = True
 
     def _sample(self, step: int) -> GeneratedRollout:
         """Sample and grade one rollout; runs in the sampling thread."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -52,6 +53,27 @@ def world() -> tuple[
         return GeneratedRollout.of(groups, {"rollout/x": 0.1 * step})
 
     return make, lambda: dict(at), at
+
+
+def test_a_rollout_in_flight_is_waited_for() -> None:
+    """Its thread may not compute any more when the interpreter ends."""
+    begun, may_end = threading.Event(), threading.Event()
+
+    def make(step: int) -> GeneratedRollout:
+        if step:
+            begun.set()
+            may_end.wait(60)
+        return GeneratedRollout.of([SampleGroup(step, (sample(step, 0),))], {})
+
+    queue = AsyncRolloutQueue(make, dict, max_ahead=1)
+    assert queue.wait(0), "no thread has begun"
+    queue.allow(1)
+    queue.take(0)
+    assert begun.wait(60)
+    queue.close()
+    assert not queue.wait(0.01)
+    may_end.set()
+    assert queue.wait(60)
 
 
 def same(a: GeneratedRollout, b: GeneratedRollout) -> bool:
