@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 
 from slime_like.standard_sets.base import StandardSet, standard_sets
 
+_NAME = re.compile(r"[\w.-]+/[\w.-]+")  # of a repository
 SUFFIXES = (".jsonl", ".parquet", ".csv", ".json", ".jsonl.gz")
 
 
@@ -15,8 +17,9 @@ def located(name: str, place: str | None) -> tuple[Path, ...]:
 
     Args:
         name: Of the set.
-        place: A file, or the folder of a copy of the set's repository; None: the package that
-            carries the data, or the repository in the cache of the Hugging Face Hub.
+        place: A file, the folder of a copy of the set's repository, or the name of a repository
+            (owner/name) in the cache of the Hugging Face Hub; None: the package that carries the
+            data, or the set's repository in the cache.
 
     Raises:
         ValueError: There are none; the message has no subject.
@@ -25,6 +28,8 @@ def located(name: str, place: str | None) -> tuple[Path, ...]:
     if place is None:
         return _here(name, found)
     path = Path(place)
+    if not path.exists() and _NAME.fullmatch(place) and (copy := _cached(place)) is not None:
+        path = copy
     if path.is_dir():
         if files := _in_folder(path, found):
             return files

@@ -91,6 +91,10 @@ def test_what_the_hub_has_loaded_needs_no_path(
     (copy / "snapshots/abc/test.jsonl").write_text("{}\n")
     pytest.importorskip("math_verify")
     assert parse_flags(tmp_path, with_cache).eval_sets[0].set == "math-500"
+    by_name = f"{EVAL} --eval-sets aime-2025=HuggingFaceH4/MATH-500"
+    assert parse_flags(tmp_path, by_name).eval_sets[0].path == "HuggingFaceH4/MATH-500"
+    (problem,) = problems_of_flags(tmp_path, by_name.replace("MATH", "MITH"))
+    assert "no such file or folder: HuggingFaceH4/MITH-500" in problem.message
 
 
 @pytest.mark.parametrize(
