@@ -85,6 +85,8 @@ EVERYWHERE = (
 )
 LATENT = "--lora-rank 4 --lora-target-modules q_a_proj q_b_proj kv_a_proj_with_mqa kv_b_proj o_proj"
 DEEPSEEK, NEXT, GPT_OSS = (f"{name}ForCausalLM" for name in ("DeepseekV3", "Qwen3Next", "GptOss"))
+DEEPSEEK_V4, STEP = "DeepseekV4ForCausalLM", "Step3p7ForConditionalGeneration"
+SP_EP2 = f"{SP} --expert-model-parallel-size 2 --expert-tensor-parallel-size 1"
 SETTINGS = {
     1: {
         **{f"{name} one by one": Setting(name, D) for name in model_families.names()},
@@ -98,6 +100,12 @@ SETTINGS = {
         "adapters of stacked experts": Setting("experts", EVERYWHERE, "--moe-grouped-gemm"),
         "adapters of Gemma": Setting("Gemma3ForCausalLM", EVERYWHERE),
         "stacked gpt-oss": Setting(GPT_OSS, D, "--moe-grouped-gemm"),
+        **{
+            f"stacked experts of {name}": Setting(name, D, "--moe-grouped-gemm")
+            for name in (DEEPSEEK_V4, "Gemma 4 with experts", STEP)
+        },
+        "Gemma 4 with experts, one by one": Setting("Gemma 4 with experts", D),
+        "Gemma 4 E2B": Setting("Gemma 4 E2B", D),
     },
     2: {
         "TP2": Setting("dense", D, SP),
@@ -111,9 +119,11 @@ SETTINGS = {
         "CP2": Setting("dense", D, "--context-parallel-size 2"),
         "CP2 adapters": Setting("dense", EVERYWHERE, "--context-parallel-size 2"),
         "delta nets TP2": Setting(NEXT, D, SP),
-        "gpt-oss TP2 EP2": Setting(
-            GPT_OSS, D, f"{SP} --expert-model-parallel-size 2 --expert-tensor-parallel-size 1"
-        ),
+        "gpt-oss TP2 EP2": Setting(GPT_OSS, D, SP_EP2),
+        **{
+            f"{name} TP2 EP2": Setting(name, D, SP_EP2)
+            for name in (DEEPSEEK_V4, "Gemma 4 with experts", STEP)
+        },
         "adapters TP2": Setting("dense", EVERYWHERE, SP),
         "adapters TP2 without SP": Setting("dense", EVERYWHERE, TP2),
         "adapters of latent attention TP2": Setting(DEEPSEEK, LATENT, SP),

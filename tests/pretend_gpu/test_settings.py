@@ -14,6 +14,7 @@ import pytest
 from benchmarks.parity.models import MODELS
 from benchmarks.parity.ranks import run_ranks
 from scripts.make_tiny_model import make_tiny_model
+from tests.dist.test_families import VARIANTS
 
 SP = "--tensor-model-parallel-size 2 --sequence-parallel"
 TP2, PP2, CP2, EP2 = (
@@ -33,7 +34,7 @@ DEEPSEEK, NEXT, GEMMA, GPT_OSS, DSA = (
 class Setting:
     """A run that the pretend GPUs and the CPU both make."""
 
-    model: str  # of benchmarks/parity/models.py, or an architecture
+    model: str  # of benchmarks/parity/models.py, an architecture, or a variant of one
     flags: str  # of the run
     layout: str = ""  # flags that only the pretend GPUs get
 
@@ -117,9 +118,10 @@ class Numbers:
     folder: Path  # of the models and the numbers of one CPU process
 
     def model(self, name: str) -> str:
-        folder = self.folder / name
+        folder = self.folder / name.replace(" ", "-")
         if not folder.exists():
-            (MODELS[name] if name in MODELS else lambda path: make_tiny_model(name, path))(folder)
+            like, changes = VARIANTS.get(name, (name, {}))
+            (MODELS.get(name) or (lambda path: make_tiny_model(like, path, **changes)))(folder)
         return str(folder)
 
     def cells(self, chosen: dict[str, Setting], layout: bool) -> dict[str, tuple[str, str, str]]:
