@@ -8,6 +8,7 @@ authentication; here it listens on the address of MASTER_ADDR only."""
 from __future__ import annotations
 
 import errno
+import itertools
 import logging
 import os
 import secrets
@@ -15,7 +16,7 @@ import socket
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -27,6 +28,7 @@ NAME_S = 10.0  # how long to retry resolving a host name
 MAX_NAMES = 16  # maximum number of missing ranks to list in a message
 BACKLOG = 4096  # all ranks connect at the same time, with several connections each
 logger = logging.getLogger(__name__)
+_runs = itertools.count()
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,9 @@ class Rendezvous:
     # the first node holds it
     hosts: bool
     one_host: bool = False  # whether all ranks are on this host
+    # of the runs that follow each other in this process, which share a store that outlives them;
+    # every rank takes part in every run and counts the same
+    run: int = 0
 
     def me(self) -> str:
         return f"rank {self.rank} of {self.world_size} on host {socket.gethostname()}"
@@ -100,7 +105,7 @@ def join_rendezvous(rendezvous: Rendezvous, timeout: timedelta) -> dist.Store:
     if not rendezvous.hosts:
         _wait_for_listener(rendezvous, deadline, timeout)
     raw = _connect(rendezvous, deadline, timeout)
-    store = dist.PrefixStore(f"attempt_{_attempt()}", raw)
+    store = dist.PrefixStore(f"attempt_{_attempt()}/run_{rendezvous.run}", raw)
     _wait_for_all(store, rendezvous, deadline, timeout)
     return store
 
@@ -266,3 +271,9 @@ def _seconds(timeout: timedelta) -> str:
 def environment_rendezvous() -> Rendezvous | None:
     """The rendezvous of this process's environment; None for a single process."""
     return rendezvous_of(os.environ) if "RANK" in os.environ else None
+
+
+def next_rendezvous() -> Rendezvous | None:
+    """`environment_rendezvous` of a further run of this process."""
+    rendezvous = environment_rendezvous()
+    return None if rendezvous is None else replace(rendezvous, run=next(_runs))

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from arguments.schema import ParallelConfig
 from slime_like.distributed.connections import opening_groups
-from slime_like.distributed.rendezvous import environment_rendezvous, join_rendezvous
+from slime_like.distributed.rendezvous import join_rendezvous, next_rendezvous
 from slime_like.errors import RunError
 from slime_like.megatron.parallel_layout import ParallelLayout, read_layout, without_layout
 
@@ -65,7 +65,7 @@ def world_of_processes(parallel: ParallelConfig) -> Iterator[None]:
     elif backend == "auto":
         backend = "gloo"
     timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
-    meeting = environment_rendezvous()
+    meeting = next_rendezvous()
     if meeting is None:
         dist.init_process_group(
             backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout

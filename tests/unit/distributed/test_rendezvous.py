@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import http.server
+import itertools
 import socket
 import threading
 import time
@@ -14,7 +15,12 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from slime_like.distributed.rendezvous import Rendezvous, join_rendezvous, rendezvous_of
+from slime_like.distributed.rendezvous import (
+    Rendezvous,
+    join_rendezvous,
+    next_rendezvous,
+    rendezvous_of,
+)
 from slime_like.errors import RunError
 from tests.e2e.programs import free_port
 
@@ -106,7 +112,7 @@ def test_two_processes_of_one_rank() -> None:
     thread = threading.Thread(target=lambda: met.append(join_rendezvous(first, LONG)))
     thread.start()
     seen = connected(port)
-    seen.wait(["attempt_0/slime_like/present/0"], LONG)
+    seen.wait(["attempt_0/run_0/slime_like/present/0"], LONG)
     message = cannot_meet(dataclasses.replace(first, hosts=False), LONG)
     assert "another process says that it is rank 0 too" in message
     join_rendezvous(last, LONG)
@@ -169,7 +175,7 @@ def test_garbage_in_the_store_ends_no_rank(text: str) -> None:
     threads[0].start()
     other = connected(port)
     for name in ("present", "errors", "failed/1", "failed"):
-        other.set(f"attempt_0/slime_like/{name}", text)
+        other.set(f"attempt_0/run_0/slime_like/{name}", text)
     threads[1].start()
     garbage.set()
     for thread in threads:
@@ -185,7 +191,7 @@ def test_ranks_of_agents_that_count_other_restarts_meet(monkeypatch: pytest.Monk
     first = Rendezvous("127.0.0.1", port, 0, 2, hosts=True)
     thread = threading.Thread(target=lambda: met.append(join_rendezvous(first, LONG)))
     thread.start()
-    connected(port).wait(["attempt_0/slime_like/present/0"], LONG)
+    connected(port).wait(["attempt_0/run_0/slime_like/present/0"], LONG)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
     join_rendezvous(Rendezvous("127.0.0.1", port, 1, 2, hosts=False), LONG)
     thread.join()
@@ -194,7 +200,41 @@ def test_ranks_of_agents_that_count_other_restarts_meet(monkeypatch: pytest.Monk
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     late = Rendezvous("127.0.0.1", port, 0, 1, hosts=False)
     join_rendezvous(late, LONG)
-    assert connected(port).check(["attempt_1/slime_like/present/0"])
+    assert connected(port).check(["attempt_1/run_0/slime_like/present/0"])
+
+
+def test_runs_that_follow_each_other_share_a_store_that_outlives_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torchrun's, with two runs in each of two processes."""
+    port = free_port()
+    agent = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=LONG)
+    environment = {
+        **ENVIRONMENT, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"
+    }  # fmt: skip
+    runs = {0: itertools.count(), 1: itertools.count()}  # one in each process
+    met: list[tuple[int, int]] = []
+
+    def meet(rank: int) -> None:
+        rendezvous = dataclasses.replace(meetings[rank], rank=rank)
+        store = join_rendezvous(rendezvous, LONG)
+        store.set(f"seen/{rank}", "here")
+        met.append((rendezvous.run, rank))
+
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    for run in range(2):
+        meetings = {}
+        for rank in (0, 1):
+            monkeypatch.setattr("slime_like.distributed.rendezvous._runs", runs[rank])
+            meetings[rank] = next_rendezvous()
+        threads = [threading.Thread(target=meet, args=(rank,)) for rank in (0, 1)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert agent.check([f"attempt_0/run_{run}/seen/{rank}" for rank in (0, 1)])
+    assert sorted(met) == [(0, 0), (0, 1), (1, 0), (1, 1)]
 
 
 def test_the_environment_says_where_to_meet() -> None:
