@@ -17,11 +17,12 @@ import torch
 
 from slime_like.compat.slime.pictures import SlimeProcessor
 from slime_like.compat.slime.rollout_context import rollout_context
-from slime_like.compat.slime.samples import SlimeArgs, from_slime, to_slime
+from slime_like.compat.slime.samples import SlimeArgs, SlimeSample, from_slime, to_slime
 from slime_like.engines.base import GenerateOutput, GenerateRequest, SamplingParams
 from slime_like.images.encoded import EncodedImage
 from slime_like.images.files import image_bytes
 from slime_like.rollout.episode import CUSTOM_GENERATE, Model
+from slime_like.rollout.rollouter import truncate_at_stop
 from slime_like.types import Sample as OurSample
 from slime_like.types import SampleStatus
 
@@ -41,9 +42,15 @@ class _Call:
 
     sample_id: int
     model: Model
+    args: SlimeArgs
     outputs: list[GenerateOutput] = field(default_factory=list)
 
 
+_STATUS = {
+    "stop": SlimeSample.Status.COMPLETED,
+    "length": SlimeSample.Status.TRUNCATED,
+    "abort": SlimeSample.Status.ABORTED,
+}
 _current: ContextVar[_Call] = ContextVar("slime_like_custom_generate")
 
 
@@ -86,12 +93,70 @@ async def post(
     images = _images(payload.get("image_data"))
     prompt = _with_image_tokens(prompt, images, call.model)
     sampling = sampling_of(payload.get("sampling_params") or {}, call.model.sampling)
-    seed = call.model.seed_of(call.sample_id, sum(len(o.tokens) for o in call.outputs))
-    output = await call.model.engine.generate_one(
-        GenerateRequest(call.sample_id, tuple(prompt), seed, images), sampling
-    )
-    call.outputs.append(output)
+    output = await _send(call, prompt, images, sampling)
     return sglang_response(output, len(prompt), call.model.tokenizer)
+
+
+async def _send(
+    call: _Call,
+    tokens: Sequence[int],
+    images: tuple[EncodedImage, ...],
+    sampling: SamplingParams,
+    position: int = 0,
+) -> GenerateOutput:
+    """The engine's output, recorded. position: tokens of the response so far; the seed follows from
+    it, and from what earlier requests of this call have returned."""
+    position = max(position, sum(len(output.tokens) for output in call.outputs))
+    seed = call.model.seed_of(call.sample_id, position)
+    request = GenerateRequest(call.sample_id, tuple(tokens), seed, images)
+    output = await call.model.engine.generate_one(request, sampling)
+    call.outputs.append(output)
+    return output
+
+
+def current_call() -> _Call | None:
+    """The call of the running --custom-generate-function-path; None elsewhere."""
+    return _current.get(None)
+
+
+async def continue_response(
+    call: _Call, sample: SlimeSample, ours: OurSample, parameters: Mapping[str, Any]
+) -> SlimeSample:
+    """The run's own generation within a function of --custom-generate-function-path: continue
+    `sample`, which is modified and returned.
+
+    Args:
+        ours: The same sample, unfinished.
+        parameters: SGLang's; max_new_tokens is for the complete response.
+    """
+    model = call.model
+    sampling = sampling_of(parameters, model.sampling)
+    room = sampling.max_new_tokens - ours.response_length
+    if room <= 0:
+        sample.status = sample.Status.TRUNCATED
+        return sample
+    images = sample.image_files
+    tokens = _with_image_tokens(ours.tokens.tolist(), images, model)
+    output = await _send(
+        call, tokens, images, replace(sampling, max_new_tokens=room), ours.response_length
+    )
+    output = truncate_at_stop(model.tokenizer, ours, output, sampling.stop)
+    call.outputs[-1] = output
+    new = len(output.tokens)
+    sample.loss_mask = [*ours.loss_mask.int().tolist(), *[1] * new]
+    before = [] if ours.rollout_log_probs is None else ours.rollout_log_probs.tolist()
+    sample.rollout_log_probs = [*before, *output.log_probs]
+    sample.tokens = [*tokens, *output.tokens]
+    sample.response_length = ours.response_length + new
+    sample.weight_versions = sorted({*sample.weight_versions, *output.weight_versions}, key=str)
+    sample.status = _STATUS[output.finish_reason]
+    sample.response = model.text_of(
+        sample.tokens[len(sample.tokens) - sample.response_length :],
+        stopped=output.finish_reason == "stop",
+    )
+    if output.failure is not None:
+        sample.metadata = {**sample.metadata, "failure": output.failure}
+    return sample
 
 
 def _images(data: object) -> tuple[EncodedImage, ...]:
@@ -171,9 +236,12 @@ async def call_slime_function(
 ) -> OurSample:
     """Call ``await function(args, sample, sampling_params)`` and convert its sample; for a list,
     the first one, with the others as its branches. Raises ValueError for an invalid sample."""
-    call = _Call(sample.sample_id, model)
-    _current.set(call)  # for this task only
-    result = await function(args, to_slime(sample), sampling_dict(model.sampling), **options)
+    call = _Call(sample.sample_id, model, args)
+    token = _current.set(call)  # for this task only
+    try:
+        result = await function(args, to_slime(sample), sampling_dict(model.sampling), **options)
+    finally:
+        _current.reset(token)
     results = result if isinstance(result, list) else [result]
     read = [
         from_slime(each, sample, call.outputs, args, model.tokenizer, flag=CUSTOM_GENERATE)
@@ -214,4 +282,4 @@ def _call() -> _Call:
     except LookupError:
         context = rollout_context()
         responder = context.responder
-        return _Call(context.next_number(), responder.model(responder.sampling))
+        return _Call(context.next_number(), responder.model(responder.sampling), context.args)

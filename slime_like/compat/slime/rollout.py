@@ -12,7 +12,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from slime_like.compat.slime.requests import sampling_dict, sampling_of
+from slime_like.compat.slime.requests import (
+    continue_response,
+    current_call,
+    sampling_dict,
+    sampling_of,
+)
 from slime_like.compat.slime.rollout_context import RolloutContext, rollout_context
 from slime_like.compat.slime.samples import (
     SlimeArgs,
@@ -26,12 +31,15 @@ from slime_like.compat.slime.samples import (
 from slime_like.data.group_buffer import Choose, PendingGroup
 from slime_like.import_utils import load_function
 from slime_like.rollout.collector import Collector, decide_locally
+from slime_like.rollout.episode import CUSTOM_GENERATE
 from slime_like.rollout.hooks import SAMPLE_FILTER, group_filters
 from slime_like.rollout.streaming import StreamGeneration
 from slime_like.samples.episodes import complete
 from slime_like.types import Prompt, Sample, SampleStatus
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from slime_like.compat.slime.sources import DataSource
 
 Group = list[SlimeSample]
@@ -66,7 +74,11 @@ async def generate(
     args: object, sample: SlimeSample, sampling_params: Mapping[str, object]
 ) -> SlimeSample:
     """Let the engine finish the sample, which is modified and returned. After an abort it is
-    PENDING or ABORTED, and another call continues it."""
+    PENDING or ABORTED, and another call continues it. Functions of --custom-generate-function-path
+    may call it too, for what the run would generate without them."""
+    if (call := current_call()) is not None:
+        ours = _from_unfinished(sample, CUSTOM_GENERATE, call.args, call.model.tokenizer)
+        return await continue_response(call, sample, ours, sampling_params)
     context = rollout_context()
     sampling = sampling_of(sampling_params, context.responder.sampling)
     result = await context.responder.generate(_unfinished(sample, context), sampling)
@@ -117,7 +129,11 @@ async def batched_async_rm(
 ) -> list[float | None]:
     """Rewards of several samples; with --group-rm they form a group."""
     context = rollout_context()
-    ours = [_read(s, context, allow_unfinished=False) for s in samples]
+    name, slime_args, tokenizer = _in(context)
+    ours = [
+        from_slime(s, empty_sample(s, name), s.engine_outputs, slime_args, tokenizer, flag=name)
+        for s in samples
+    ]
     graded = await context.responder.grade([replace(sample, reward=None) for sample in ours])
     for sample, result in zip(samples, graded, strict=True):
         if result.status == SampleStatus.FAILED:
@@ -164,7 +180,7 @@ class _DataSourceGroups:
         return {}
 
     def _pending(self, group: Group) -> PendingGroup:
-        samples = tuple(_from_unfinished(sample, self._context) for sample in group)
+        samples = tuple(_from_unfinished(sample, *_in(self._context)) for sample in group)
         first = samples[0]
         tokens = tuple(first.tokens[: first.prompt_length].tolist())
         prompt = Prompt(first.group_id, first.text, tokens, first.label, first.metadata)
@@ -247,33 +263,25 @@ def _to_slime(samples: Sequence[Sample]) -> Group:
     return [to_slime_with_output(sample) for sample in samples]
 
 
-def _read(sample: SlimeSample, context: RolloutContext, *, allow_unfinished: bool) -> Sample:
-    return from_slime(
-        sample,
-        empty_sample(sample, context.name),
-        sample.engine_outputs,
-        context.args,
-        context.rollouter.tokenizer,
-        flag=context.name,
-        allow_unfinished=allow_unfinished,
-    )
-
-
-def _from_unfinished(sample: SlimeSample, context: RolloutContext) -> Sample:
+def _from_unfinished(
+    sample: SlimeSample, flag: str, args: SlimeArgs, tokenizer: PreTrainedTokenizerBase
+) -> Sample:
     """Convert to our sample type, keeping it unfinished so that it may continue."""
+    empty = empty_sample(sample, flag)
     if sample.response_length:
-        return _read(sample, context, allow_unfinished=True)
-    tokens = sample.tokens
-    if not tokens:
-        tokens = prompt_tokens(sample, context.rollouter.tokenizer)
-    return replace(
-        empty_sample(sample, context.name), tokens=torch.tensor(tokens, dtype=torch.int64)
-    )
+        outputs = sample.engine_outputs
+        return from_slime(sample, empty, outputs, args, tokenizer, flag=flag, allow_unfinished=True)
+    tokens = sample.tokens or prompt_tokens(sample, tokenizer)
+    return replace(empty, tokens=torch.tensor(tokens, dtype=torch.int64))
+
+
+def _in(context: RolloutContext) -> tuple[str, SlimeArgs, PreTrainedTokenizerBase]:
+    return context.name, context.args, context.rollouter.tokenizer
 
 
 def _unfinished(sample: SlimeSample, context: RolloutContext) -> Sample:
     """`_from_unfinished`, for a sample to generate: unfinished, even if it is FAILED."""
-    return replace(_from_unfinished(sample, context), status=SampleStatus.PARTIAL)
+    return replace(_from_unfinished(sample, *_in(context)), status=SampleStatus.PARTIAL)
 
 
 def _overwrite(sample: SlimeSample, ours: Sample) -> SlimeSample:

@@ -166,7 +166,9 @@ def rollout_context() -> RolloutContext:
     """The context of the running call. Raises RuntimeError outside of one."""
     if _active is None:
         raise RuntimeError(
-            "the rollout engine can only be used by functions of --rollout-function-path, "
-            "--eval-function-path and --custom-generate-function-path, while they run"
+            "this can only be called by functions of --rollout-function-path and "
+            "--eval-function-path, while they run; a function of --custom-generate-function-path "
+            "can use generate, post and GenerateState, and the run computes the reward of what it "
+            "returns, unless it sets sample.reward"
         )
     return _active

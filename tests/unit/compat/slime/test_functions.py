@@ -246,6 +246,46 @@ def test_a_generate_function_that_renders_the_messages(tmp_path: Path) -> None:
     assert to_slime(found).prompt == row["input"], "the reward sees the messages too"
 
 
+# wraps what the run would generate, and asks again where the first answer is no number
+WRAPPED = """
+from slime.rollout.rm_hub import async_rm
+from slime.rollout.sglang_rollout import generate as default_generate
+
+async def generate(args, sample, sampling_params):
+    sampling_params = {**sampling_params, "temperature": 0.5}
+    sample = await default_generate(args, sample, sampling_params)
+    if sample.response == "more":
+        sample = await default_generate(args, sample, {**sampling_params, "max_new_tokens": 7})
+    sample.calls = 1
+    return sample
+
+async def grades(args, sample, sampling_params):
+    sample = await default_generate(args, sample, sampling_params)
+    sample.reward = await async_rm(args, sample)
+    return sample
+"""
+
+
+def test_a_generate_function_that_wraps_the_default(tmp_path: Path) -> None:
+    path = write(tmp_path, WRAPPED, "generate")
+    prompt = Prompt(1, "Q:", (81, 58), label="8")
+    for answers, expected in ((("8",), "8"), (("more", "9"), "more9")):
+        found = generate(tmp_path, path, Scripted(*answers), prompt)
+        assert found.response == expected and found.status == SampleStatus.COMPLETED
+        assert found.tokens.tolist() == [81, 58, *map(ord, expected)]
+        assert found.loss_mask.tolist() == [True] * len(expected)
+        assert found.weight_versions == (1,) * len(expected)
+        log_probs = found.rollout_log_probs
+        assert log_probs is not None and len(log_probs) == len(expected)
+        assert to_slime(found).calls == 1  # type: ignore[attr-defined]
+
+
+def test_what_a_generate_function_cannot_call_is_said(tmp_path: Path) -> None:
+    path = write(tmp_path, WRAPPED, "grades")
+    with pytest.raises(ValueError, match="can use generate, post and GenerateState"):
+        generate(tmp_path, path, Scripted("8"), Prompt(1, "Q:", (81, 58), label="8"))
+
+
 # 6. a dynamic filter with its own reason, on slime's
 FILTER = """
 import torch
