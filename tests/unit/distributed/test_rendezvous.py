@@ -203,7 +203,7 @@ def test_ranks_of_agents_that_count_other_restarts_meet(monkeypatch: pytest.Monk
     assert connected(port).check(["attempt_1/run_0/slime_like/present/0"])
 
 
-def test_runs_that_follow_each_other_share_a_store_that_outlives_them(
+def test_runs_of_one_process_follow_each_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """torchrun's, with two runs in each of two processes."""
