@@ -226,6 +226,15 @@ class RopeTypes(TypedDict, total=False):
     attention_factor: Number | None
 
 
+class RopeByKind(RopeTypes, total=False):
+    """The same, or by kind of layer."""
+
+    full_attention: RopeTypes | None
+    sliding_attention: RopeTypes | None
+    main: RopeTypes | None
+    compress: RopeTypes | None
+
+
 class LinearLayers(TypedDict, total=False):
     """Layers of Kimi-Linear, by numbers from 1, and sizes of its delta nets."""
 
@@ -256,8 +265,8 @@ class ConfigTypes(TypedDict, total=False):
     full_attn_idxs: Integers | None
     no_rope_layers: Integers | None
     attn_type_list: Integers | None
-    rope_scaling: RopeTypes | None
-    rope_parameters: RopeTypes | None
+    rope_scaling: RopeByKind | None
+    rope_parameters: RopeByKind | None
     quantization_config: dict[str, object] | None
     text_config: dict[str, object] | None
     linear_attn_config: LinearLayers | None

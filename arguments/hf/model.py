@@ -232,7 +232,14 @@ def _flat(reader: _Reader, family: ModelFamily) -> dict[str, Any]:
 
 
 def _given(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in config.items() if value is not None}
+    """Without null, which means in these files that the key is absent; in the settings of rotary
+    embeddings, too."""
+    given = {key: value for key, value in config.items() if value is not None}
+    for key in ("rope_parameters", "rope_scaling"):
+        if isinstance(rope := given.get(key), dict):
+            by_kind = {k: _given(v) if isinstance(v, dict) else v for k, v in rope.items()}
+            given[key] = {k: v for k, v in by_kind.items() if v is not None}
+    return given
 
 
 def _check_keys(reader: _Reader, family: ModelFamily) -> None:

@@ -78,6 +78,9 @@ def _rotary(reader: ConfigReader) -> dict[str, object]:
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     kind = rope.pop("rope_type", rope.pop("type", "default"))
     base = rope.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
+    if not isinstance(base, int | float):
+        reader.refuse(f"rope_theta must be a positive number, not {base!r:.200}")
+        base = 10000.0
     settings: dict[str, object] = {
         "rope_type": "rope",
         "rotary_base": float(base),

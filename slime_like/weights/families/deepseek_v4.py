@@ -186,7 +186,8 @@ def _entries(reader: ConfigReader) -> dict[str, object]:
 
 def _rotary(reader: ConfigReader) -> dict[str, object]:
     """The rotary embeddings of layers without and with entries."""
-    rope = dict(reader.config[ENTRY_ROPE])
+    given = reader.config[ENTRY_ROPE]
+    rope = {key: value for key, value in given.items() if value is not None}
     base = rope.pop("rope_theta")
     rope.pop("partial_rotary_factor", None)
     kind = rope.pop("rope_type", rope.pop("type", "default"))
