@@ -118,7 +118,8 @@ def _meant(config: dict[str, Any]) -> dict[str, Any]:
     entry_theta = found.get("compress_rope_theta") or ENTRY_THETA
     if isinstance(rope.get("main"), dict) and isinstance(rope.get("compress"), dict):
         main = rope["main"]
-        of_entries = {"rope_theta": entry_theta, **rope["compress"]}
+        given = {key: value for key, value in rope["compress"].items() if value is not None}
+        of_entries = {"rope_theta": entry_theta, **given}
     else:  # one for both, whose base is not that of entries
         main = {}
         scaling = {key: value for key, value in rope.items() if key not in ("main", "compress")}
@@ -186,8 +187,7 @@ def _entries(reader: ConfigReader) -> dict[str, object]:
 
 def _rotary(reader: ConfigReader) -> dict[str, object]:
     """The rotary embeddings of layers without and with entries."""
-    given = reader.config[ENTRY_ROPE]
-    rope = {key: value for key, value in given.items() if value is not None}
+    rope = dict(reader.config[ENTRY_ROPE])
     base = rope.pop("rope_theta")
     rope.pop("partial_rotary_factor", None)
     kind = rope.pop("rope_type", rope.pop("type", "default"))
