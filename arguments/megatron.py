@@ -156,6 +156,7 @@ def _flag(name: str, group: str, source: SourceField, shape: Shape | None) -> Fl
         only_with=row.only_with,
         excludes=row.excludes,
         required_with=row.required_with,
+        idle_without=row.idle_without,
         relations=row.relations,
         rejection="" if name in FIELDS else _reason(name),
     )

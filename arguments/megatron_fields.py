@@ -42,6 +42,7 @@ class MegatronField:
     only_with: tuple[str, ...] = ()
     excludes: tuple[str, ...] = ()
     required_with: tuple[str, ...] = ()
+    idle_without: tuple[str, ...] = ()
     relations: tuple[tuple[str, str], ...] = ()
     default: str = ""  # text of the default, where it is not megatron-core's own
     some_releases: bool = False  # some supported releases lack the field
@@ -358,6 +359,7 @@ EXPERTS: Mapping[str, MegatronField] = {
     ),
 }
 
+_ADAM = ("optimizer=adam|optimizer=muon",)
 OPTIMIZER: Mapping[str, MegatronField] = {
     "lr": MegatronField(
         "Peak learning rate, reached after warm-up.", default="none; required", legal=POSITIVE
@@ -366,6 +368,7 @@ OPTIMIZER: Mapping[str, MegatronField] = {
         "Minimum learning rate, after decay; ignored with --lr-decay-style constant.",
         default="0.0",
         legal=NON_NEGATIVE,
+        idle_without=("@decay",),
         relations=(("at_most", "lr"),),
     ),
     "decoupled_lr": MegatronField(
@@ -376,6 +379,7 @@ OPTIMIZER: Mapping[str, MegatronField] = {
         "Minimum learning rate of the embedding and the output layer, with --decoupled-lr; "
         "default: --min-lr.",
         excludes=("lora_rank, which freezes the embedding and the output layer",),
+        idle_without=("decoupled_lr", "@decay"),
     ),
     "weight_decay": MegatronField(
         "Weight decay coefficient; biases and one-dimensional weights are exempt.",
@@ -476,15 +480,24 @@ OPTIMIZER: Mapping[str, MegatronField] = {
         needs=("optimizer=muon",),
         legal=POSITIVE,
     ),
-    "adam_beta1": MegatronField("Adam's decay rate of the first moment.", legal=UNIT_OPEN_HIGH),
-    "adam_beta2": MegatronField("Adam's decay rate of the second moment.", legal=UNIT_OPEN_HIGH),
-    "adam_eps": MegatronField("Adam's epsilon, added to the denominator.", legal=POSITIVE),
+    "adam_beta1": MegatronField(
+        "Adam's decay rate of the first moment.", legal=UNIT_OPEN_HIGH, idle_without=_ADAM
+    ),
+    "adam_beta2": MegatronField(
+        "Adam's decay rate of the second moment.", legal=UNIT_OPEN_HIGH, idle_without=_ADAM
+    ),
+    "adam_eps": MegatronField(
+        "Adam's epsilon, added to the denominator.", legal=POSITIVE, idle_without=_ADAM
+    ),
     "decoupled_weight_decay": MegatronField(
         "Decoupled weight decay (AdamW); --no-decoupled-weight-decay adds the decay to the "
         "gradient.",
         excludes=("optimizer=muon", "optimizer_cpu_offload"),
+        idle_without=_ADAM,
     ),
-    "sgd_momentum": MegatronField("Momentum of --optimizer sgd.", legal=UNIT_OPEN_HIGH),
+    "sgd_momentum": MegatronField(
+        "Momentum of --optimizer sgd.", legal=UNIT_OPEN_HIGH, idle_without=("optimizer=sgd",)
+    ),
     "use_distributed_optimizer": MegatronField(
         "Shard the optimizer state over data-parallel ranks.",
         excludes=(

@@ -3,13 +3,16 @@ ignores."""
 
 from __future__ import annotations
 
-from arguments.rules.base import Rule, Settings, problem
+from arguments.rules.base import Rule, Settings, Warn, problem
 from slime_like.advantages.registry import (
+    AdvantageEstimator,
     OutcomeEstimator,
     TokenEstimator,
     TurnEstimator,
     advantage_estimators,
-    compares_tokens,
+    compares_samples,
+    discounts,
+    handles_singletons,
     needs_energies,
 )
 from slime_like.config import Problem
@@ -63,24 +66,53 @@ def warn_gdpo_single_reward(s: Settings) -> str | None:
     )
 
 
-def warn_unused_advantage_settings(s: Settings) -> str | None:
-    """Warn of a setting that the chosen estimator or controller ignores."""
+def _chosen(s: Settings) -> tuple[AdvantageEstimator, str]:
+    """The estimator, and its flag."""
     name = s.algorithm.advantage_estimator
-    entry = advantage_estimators.get(name)
-    estimator = f"--advantage-estimator {name}"
-    if "gamma" in s.given and isinstance(entry, OutcomeEstimator):
-        return f"--gamma has no effect with {estimator}: one advantage for all tokens of a sample"
+    return advantage_estimators.get(name), f"--advantage-estimator {name}"
+
+
+def warn_idle_gamma(s: Settings) -> str | None:
+    entry, estimator = _chosen(s)
+    if "gamma" not in s.given or discounts(entry):
+        return None
+    reason = "one advantage for all tokens of a sample"
+    if not isinstance(entry, OutcomeEstimator):
+        reason = "no reward counts for an earlier token"
+    if isinstance(entry, TurnEstimator):
+        reason = "a branch's rewards are summed"
+    return f"--gamma has no effect with {estimator}: {reason}"
+
+
+def warn_idle_lambd(s: Settings) -> str | None:
     both = s.algorithm.value_lambd is not None and s.algorithm.lambd_length_alpha is not None
-    if "lambd" in s.given and both:
-        return "--lambd has no effect with both --value-lambd and --lambd-length-alpha"
-    if s.algorithm.singleton_advantage == "reward" and compares_tokens(entry):
-        return (
-            f"--singleton-advantage reward has no effect with {estimator}: a group of one has "
-            "advantage 0"
-        )
-    if "gamma" in s.given and name == "grpo_branch":
-        return f"--gamma has no effect with {estimator}: a branch's rewards are summed"
+    if "lambd" not in s.given or not both:
+        return None
+    return "--lambd has no effect with both --value-lambd and --lambd-length-alpha"
+
+
+def warn_idle_singleton_advantage(s: Settings) -> str | None:
+    entry, estimator = _chosen(s)
+    if s.algorithm.singleton_advantage != "reward" or handles_singletons(entry):
+        return None
+    reason = "it compares no samples of a prompt"
+    if compares_samples(entry):
+        reason = "a group of one has advantage 0"
+    return f"--singleton-advantage reward has no effect with {estimator}: {reason}"
+
+
+def warn_idle_std_normalization(s: Settings) -> str | None:
+    entry, estimator = _chosen(s)
     scales = isinstance(entry, TurnEstimator) or entry.scales_by_std
-    if "disable_grpo_std_normalization" in s.given and not scales:
-        return f"--disable-grpo-std-normalization has no effect with {estimator}"
-    return None
+    if "disable_grpo_std_normalization" not in s.given or scales:
+        return None
+    return f"--disable-grpo-std-normalization has no effect with {estimator}"
+
+
+ADVANTAGE_WARNINGS: tuple[Warn, ...] = (
+    warn_gdpo_single_reward,
+    warn_idle_gamma,
+    warn_idle_lambd,
+    warn_idle_singleton_advantage,
+    warn_idle_std_normalization,
+)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from arguments.eval_sets import EvalSet
 from arguments.hf.hub import download_hint
 from arguments.prompt_mix import MixSource, is_mix
@@ -55,6 +58,8 @@ def check_prompt_mix(s: Settings) -> list[Problem]:
     for flag in [flag for flag, holds in others.items() if holds]:
         problems += problem("prompt_data", mix, f"a mix cannot be combined with {flag}")
     for source in s.prompt_sources:
+        if not source.name.strip():
+            problems += problem("prompt_data", mix, "has a source without a name; name it")
         if message := _source_problem(source, s):
             problems += problem("prompt_data", mix, f"source {source.name}: {message}")
     return problems
@@ -259,6 +264,10 @@ def check_evaluation(s: Settings) -> list[Problem]:
         return problem("eval_prompt_data", " ".join(pairs), "has two sets of the same name")
     problems = []
     names = [each.name for each in s.eval_sets]
+    for each in s.eval_sets:
+        if not each.name.strip():
+            message = "has a set without a name, which its metrics would lack; name it"
+            problems += problem(_flag_of(each, s), None, message)
     for name in sorted({name for name in names if names.count(name) > 1}):
         message = f"{name}: another evaluation set has its name; rename one of them"
         if any(source.name == name for source in s.prompt_sources):
@@ -295,6 +304,33 @@ def _reward_problem(each: EvalSet | MixSource, s: Settings) -> str | None:
     return None if missing is None else f"rm_type {each.rm_type} requires {missing}"
 
 
+def check_stop(s: Settings) -> list[Problem]:
+    """Strings and tokens that can end a response."""
+    problems = [
+        *_stop_problems("rollout_stop", s.rollout.rollout_stop, s),
+        *_stop_problems("rollout_stop_token_ids", s.rollout.rollout_stop_token_ids, s),
+    ]
+    for each in s.eval_sets:
+        for values in (each.stop, each.stop_token_ids):
+            for found in _stop_problems(_flag_of(each, s), values, s):
+                problems.append(replace(found, message=f"set {each.name}: {found.message}"))
+    return problems
+
+
+def _stop_problems(
+    name: str, values: Sequence[str] | Sequence[int] | None, s: Settings
+) -> list[Problem]:
+    """The first value that cannot end a response."""
+    size = s.gpt.vocab_size
+    for value in values or ():
+        if value == "":
+            return problem(name, value, "an empty string ends no response; remove it")
+        if isinstance(value, int) and (value < 0 or (size is not None and value >= size)):
+            legal = "at least 0" if size is None else f"from 0 to {size - 1}, a token of the model"
+            return problem(name, value, f"must be {legal}")
+    return []
+
+
 def truncates(s: Settings) -> bool:
     """Whether top-k or top-p sampling is on."""
     return s.rollout.rollout_top_p < 1 or s.rollout.rollout_top_k != -1
@@ -308,4 +344,5 @@ DATA_RULES: tuple[Rule, ...] = (
     check_reward,
     check_reward_function,
     check_evaluation,
+    check_stop,
 )

@@ -23,6 +23,7 @@ from arguments.megatron_configs import resolve_transformer_impl
 from arguments.rules.base import Settings, problem
 from slime_like.advantages.registry import advantage_estimators, needs_critic
 from slime_like.config import Problem, flag_name, relation_problem
+from slime_like.rewards.registry import rewards
 from slime_like.text import mask_settings
 from slime_like.weight_sync.transports.base import transport_traits
 
@@ -31,6 +32,20 @@ def has_critic(s: Settings) -> bool:
     return not s.supervised and needs_critic(
         advantage_estimators.get(s.algorithm.advantage_estimator)
     )
+
+
+def may_grade(s: Settings, test: Callable[[str], bool]) -> bool:
+    """Whether a registered reward of which `test` is true may grade a sample: of the run, a source,
+    an evaluation set, or a row."""
+    named = {s.reward.rm_type}
+    named.update(each.rm_type for each in (*s.prompt_sources, *s.eval_sets))
+    return s.reward.rm_type_from_metadata or any(test(name) for name in named if name is not None)
+
+
+def has_own_reward(s: Settings) -> bool:
+    """Whether a user function may grade a sample."""
+    graded = (s.reward, *s.prompt_sources, *s.eval_sets)
+    return any(each.custom_rm_path is not None for each in graded)
 
 
 # Conditions on more than a single setting -> (test, description).
@@ -68,6 +83,39 @@ FACTS: Mapping[str, tuple[Callable[[Settings], bool], str]] = {
         lambda s: transport_traits(s.sglang.update_weight_transport).uses_folder,
         "--update-weight-transport disk",
     ),
+    "@reference": (
+        lambda s: s.algorithm.needs_reference,
+        "--use-kl-loss, --kl-coef or --loss-type dpo_loss or kto_loss",
+    ),
+    "@decay": (
+        lambda s: s.schedule.lr_decay_style != "constant",
+        "--lr-decay-style other than constant",
+    ),
+    "@schedule_length": (
+        lambda s: (
+            s.schedule.lr_decay_style != "constant"
+            or s.schedule.weight_decay_incr_style != "constant"
+            or s.schedule.lr_warmup_fraction is not None
+        ),
+        "--lr-decay-style or --weight-decay-incr-style other than constant, or "
+        "--lr-warmup-fraction",
+    ),
+    "@wandb": (lambda s: "wandb" in s.logging.trackers, "--use-wandb or --tracker wandb"),
+    "@mlflow": (lambda s: "mlflow" in s.logging.trackers, "--tracker mlflow"),
+    "@tensorboard": (
+        lambda s: not s.logging.no_tensorboard,
+        "TensorBoard, which --no-tensorboard turns off",
+    ),
+    "@waiting_rewards": (
+        lambda s: (
+            has_own_reward(s) or may_grade(s, lambda name: rewards.get(name).connect is not None)
+        ),
+        "--rm-type remote_rm, judge or reward_model, or --custom-rm-path",
+    ),
+    "@kept_answers": (
+        lambda s: may_grade(s, lambda name: rewards.get(name).keeps_answers),
+        "--rm-type judge or reward_model",
+    ),
     "@over_samples": (
         lambda s: (s.scheduling.over_sampling_batch_size or 0) > s.rollout.rollout_batch_size,
         "--over-sampling-batch-size above --rollout-batch-size",
@@ -80,7 +128,7 @@ _KINDS = ("needs", "only_with", "excludes", "required_with", "idle_without")
 
 
 @cache
-def _group_of_fields() -> dict[str, str]:
+def group_of_fields() -> dict[str, str]:
     """Field name -> attribute of `Settings` that contains it."""
     return {
         field.name: group
@@ -91,7 +139,7 @@ def _group_of_fields() -> dict[str, str]:
 
 def value_of(s: Settings, name: str) -> object:
     """The value of a setting in any group."""
-    group = _group_of_fields().get(name)
+    group = group_of_fields().get(name)
     if group is not None:
         return getattr(getattr(s, group), name)
     default = flag_table().by_dest[name].default
@@ -198,7 +246,7 @@ def declared_problems(s: Settings, flags: Iterable[Flag]) -> list[Problem]:
 
 def _broken_relation(flag: Flag, s: Settings) -> str | None:
     """The message if two settings are not related as declared, and the flag's has an effect."""
-    conditions = (*flag.needs, *flag.only_with, *flag.idle_without)
+    conditions = (*flag.needs, *flag.only_with)
     if not flag.relations or not all(holds(condition, s) for condition in conditions):
         return None
     if _group_rule(flag, s) is not None:
@@ -225,7 +273,7 @@ def declared_warnings(s: Settings) -> list[str]:
 
 @lru_cache(maxsize=1)
 def _flags_with_rules(table: FlagTable) -> tuple[Flag, ...]:
-    groups = _group_of_fields()
+    groups = group_of_fields()
     return tuple(
         flag
         for flag in table.flags
@@ -239,7 +287,7 @@ def _flags_with_rules(table: FlagTable) -> tuple[Flag, ...]:
 
 
 def _group_rule(flag: Flag, s: Settings) -> str | None:
-    condition = ONLY_WITH.get(_group_of_fields().get(flag.dest, ""))
+    condition = ONLY_WITH.get(group_of_fields().get(flag.dest, ""))
     if condition is None or holds(condition, s):
         return None
     return f"only valid with {describe(condition)}; remove it"

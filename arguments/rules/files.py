@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from arguments.hf.hub import download_hint
+from arguments.hf.peft_adapter import ADAPTER_CONFIG
 from arguments.rules.base import Rule, Settings, problem
-from slime_like.checkpoints.folders import complete_steps, is_checkpoint_root
-from slime_like.config import Problem
+from arguments.rules.rows import file_of
+from slime_like.checkpoints.folders import check_replaceable, complete_steps, is_checkpoint_root
+from slime_like.config import Problem, flag_name
 
 NO_MODEL = "has neither checkpoints nor a Hugging Face model (config.json)"
 
@@ -17,6 +20,42 @@ NO_MODEL = "has neither checkpoints nor a Hugging Face model (config.json)"
 def has_model(folder: str) -> bool:
     """Whether a folder has checkpoints or a Hugging Face model."""
     return is_checkpoint_root(folder) or (Path(folder) / "config.json").is_file()
+
+
+# Folders that a run reads, and that it writes: group and name of their settings
+INPUT_FOLDERS = (
+    ("model", "hf_checkpoint"),
+    ("model", "ref_load"),
+    ("critic", "critic_load"),
+    ("distillation", "opd_teacher_load"),
+    ("checkpoint", "load"),
+    ("lora", "lora_adapter_path"),
+)
+OUTPUT_FOLDERS = (
+    ("checkpoint", "save"),
+    ("checkpoint", "save_hf"),
+    ("checkpoint", "checkpoint_replica_dir"),
+    ("lora", "lora_save_path"),
+    ("logging", "output_dir"),
+    ("logging", "tensorboard_dir"),
+    ("logging", "wandb_dir"),
+    ("profiling", "memory_snapshot_dir"),
+    ("sglang", "update_weight_disk_dir"),
+)
+# Outputs that replace their folder at the end of the run -> the file that an earlier one has, and
+# what that is
+REPLACED_FOLDERS = {
+    "save_hf": ("config.json", "Hugging Face model"),
+    "lora_save_path": (ADAPTER_CONFIG, "adapter"),
+}
+
+
+def folders(s: Settings, settings: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+    """Name and value of those of the settings that are given."""
+    for group, name in settings:
+        path = getattr(getattr(s, group), name)
+        if path is not None:
+            yield name, path
 
 
 # --- input ---------------------------------------------------------------------------------------
@@ -86,20 +125,7 @@ def check_output_folders(s: Settings) -> list[Problem]:
     """All output folders exist or can be created, and are writable; checked before the first
     rollout."""
     problems = []
-    for config, name in (
-        (s.checkpoint, "save"),
-        (s.checkpoint, "save_hf"),
-        (s.checkpoint, "checkpoint_replica_dir"),
-        (s.lora, "lora_save_path"),
-        (s.logging, "output_dir"),
-        (s.logging, "tensorboard_dir"),
-        (s.logging, "wandb_dir"),
-        (s.profiling, "memory_snapshot_dir"),
-        (s.sglang, "update_weight_disk_dir"),
-    ):
-        path = getattr(config, name)
-        if path is None:
-            continue
+    for name, path in folders(s, OUTPUT_FOLDERS):
         existing = nearest_existing(Path(path))
         if existing == Path(path) and not existing.is_dir():
             problems += problem(name, path, "is a file; must be a folder")
@@ -111,6 +137,43 @@ def check_output_folders(s: Settings) -> list[Problem]:
             message = f"{existing} takes no folders ({reason}); name another one"
             problems += problem(name, path, message)
     return problems
+
+
+def check_overwritten_folders(s: Settings) -> list[Problem]:
+    """No output takes the place of a model or an adapter that the run reads, or of other files."""
+    problems = []
+    for name, path in folders(s, OUTPUT_FOLDERS):
+        if "{rollout_id}" in path and s.rollout.num_rollout is None:
+            continue  # the number of the last rollout is in the data
+        target = Path(path.replace("{rollout_id}", str(s.rollout.num_rollout)))
+        if (taken := _input_in(target, s, replaced=name in REPLACED_FOLDERS)) is not None:
+            flag, folder = taken
+            problems += problem(name, path, f"would overwrite {flag} {folder}; name another folder")
+        elif name in REPLACED_FOLDERS and target.is_dir():
+            try:
+                check_replaceable(target, *REPLACED_FOLDERS[name])
+            except ValueError as error:
+                problems += problem(name, path, str(error))
+    return problems
+
+
+def _input_in(target: Path, s: Settings, *, replaced: bool) -> tuple[str, str] | None:
+    """Flag and path of an input that an output to the folder `target` would damage. Outputs that
+    replace no folder damage only a model's own: checkpoints may share theirs."""
+    place = target.resolve()
+    for name, path in folders(s, INPUT_FOLDERS):
+        folder = Path(path).resolve()
+        has_weights = any((folder / file).is_file() for file, _ in REPLACED_FOLDERS.values())
+        if replaced and folder.is_relative_to(place):
+            return flag_name(name), path
+        if not replaced and folder == place and has_weights:
+            return flag_name(name), path
+    if replaced:
+        for data in s.data_configs:
+            file = file_of(data.prompt_data or "")
+            if file.is_file() and file.resolve().is_relative_to(place):
+                return "--prompt-data", str(data.prompt_data)
+    return None
 
 
 def _refuses_folders(existing: Path) -> str | None:
@@ -164,6 +227,7 @@ FILE_RULES: tuple[Rule, ...] = (
     check_checkpoint_steps,
     check_sgd_checkpoints,
     check_output_folders,
+    check_overwritten_folders,
     check_debug_files,
     check_debug_path,
 )

@@ -49,29 +49,32 @@ def critic_warnings(critic: CriticConfig, steps: int) -> Iterator[str]:
         )
 
 
-def run_warnings(config: RunConfig, steps: int) -> Iterator[str]:
+def run_warnings(config: RunConfig, train_batches: int) -> Iterator[str]:
     """For a run with a length that only its data tell (--num-epoch)."""
+    per_rollout = config.algorithm.num_steps_per_rollout or 1
+    steps = config.critic.policy_steps(train_batches, per_rollout)
     yield from schedule_warnings(config.schedule, config.megatron.optimizer.min_lr, steps)
     if config.trains_critic:
-        yield from critic_warnings(config.critic, steps)
+        yield from critic_warnings(config.critic, train_batches)
 
 
-def _steps(s: Settings) -> int:
-    """Optimizer steps of the run; 0 if only the data tell, or nothing is trained."""
+def _train_batches(s: Settings) -> tuple[int, int]:
+    """Train batches of the run and of a rollout; 0 if only the data tell, or nothing is trained."""
     batch = global_batch_of(s)
     if s.rollout.num_rollout is None or not s.trains or not batch:
-        return 0
-    return s.rollout.num_rollout * (s.samples_per_rollout // batch)
+        return 0, 0
+    per_rollout = s.samples_per_rollout // batch
+    return s.rollout.num_rollout * per_rollout, per_rollout
 
 
 def warn_schedule(s: Settings) -> str | None:
-    if not (steps := _steps(s)):
+    if not (steps := s.critic.policy_steps(*_train_batches(s))):
         return None
     return "; ".join(schedule_warnings(s.schedule, s.core.get("min_lr"), steps)) or None
 
 
 def warn_critic_schedule(s: Settings) -> str | None:
-    if not (steps := _steps(s)):
+    if not (steps := _train_batches(s)[0]):
         return None
     return "; ".join(critic_warnings(s.critic, steps)) or None
 

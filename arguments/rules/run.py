@@ -8,11 +8,7 @@ from collections.abc import Iterator, Mapping
 from arguments.critic_layout import check_critic_layout
 from arguments.flags import Flag
 from arguments.loss_settings import loss_fields
-from arguments.rules.advantages import (
-    ADVANTAGE_RULES,
-    warn_gdpo_single_reward,
-    warn_unused_advantage_settings,
-)
+from arguments.rules.advantages import ADVANTAGE_RULES, ADVANTAGE_WARNINGS
 from arguments.rules.agents import AGENT_RULES
 from arguments.rules.algorithm import (
     CORRECTION_RULES,
@@ -59,7 +55,11 @@ from arguments.rules.training import (
 )
 from arguments.rules.vllm import VLLM_RULES
 from arguments.untested import warn_untested
-from slime_like.advantages.registry import advantage_estimators, compares_samples
+from slime_like.advantages.registry import (
+    advantage_estimators,
+    compares_samples,
+    handles_singletons,
+)
 from slime_like.config import Problem
 from slime_like.losses.registry import policy_losses
 
@@ -152,17 +152,23 @@ def warn_k1_loss(s: Settings) -> str | None:
 
 
 def warn_singleton_groups(s: Settings) -> str | None:
-    compares = compares_samples(advantage_estimators.get(s.algorithm.advantage_estimator))
-    single = s.rollout.n_samples_per_prompt == 1 and s.algorithm.singleton_advantage == "zero"
+    entry = advantage_estimators.get(s.algorithm.advantage_estimator)
     if s.algorithm.loss_type != "policy_loss" or s.distillation.use_opd:
         return None
-    if not (compares and single):
+    if not compares_samples(entry) or s.rollout.n_samples_per_prompt > 1:
+        return None
+    others = "an estimator that compares no samples (batch_mean, reinforce_plus_plus, ppo)"
+    if not handles_singletons(entry):
+        return (
+            f"--n-samples-per-prompt 1 with --advantage-estimator {entry.name}: every advantage is "
+            f"0, there is nothing to learn from; raise --n-samples-per-prompt, or take {others}"
+        )
+    if s.algorithm.singleton_advantage == "reward":
         return None
     return (
         "--n-samples-per-prompt 1 with --singleton-advantage zero: every advantage is 0, "
         "there is nothing to learn from; raise --n-samples-per-prompt, or take "
-        "--singleton-advantage reward or an estimator that compares no samples "
-        "(batch_mean, reinforce_plus_plus, ppo)"
+        f"--singleton-advantage reward or {others}"
     )
 
 
@@ -218,10 +224,9 @@ WARNINGS: tuple[Warn, ...] = (
     warn_truncated_sampling,
     warn_unbounded_staleness,
     warn_wide_clip_range,
-    warn_gdpo_single_reward,
+    *ADVANTAGE_WARNINGS,
     warn_gmpo_advantages,
     warn_sapo_baseline,
-    warn_unused_advantage_settings,
     warn_few_servers,
     warn_zero_reward,
     *MOE_WARNINGS,

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 
 from arguments.rules.base import Rule, Settings, problem
+from arguments.rules.declared import may_grade
 from arguments.rules.distillation import AT_RM_URL, teacher_urls
 from slime_like.config import Problem
 from slime_like.rewards.judge import key_of, parse_prompt, prompt_text
@@ -29,12 +30,7 @@ def missing_server(rm_type: str, s: Settings) -> str | None:
 
 
 def _is_used(s: Settings, *names: str) -> bool:
-    """Whether one of the rewards may grade a sample: of the run, a source, an evaluation set, or a
-    row."""
-    named = {s.reward.rm_type}
-    named.update(source.rm_type for source in s.prompt_sources)
-    named.update(each.rm_type for each in s.eval_sets)
-    return s.reward.rm_type_from_metadata or not named.isdisjoint(names)
+    return may_grade(s, lambda name: name in names)
 
 
 def check_reward_server(s: Settings) -> list[Problem]:

@@ -69,6 +69,7 @@ class AgentsConfig(CheckedSettings):
         "With --agent-command or --agent-function-isolation: separate the programs of episodes "
         "from each other by user, process and mount namespaces, where this host can. Programs that "
         "need rights of root over files of other users need --no-agent-isolation.",
+        idle_without="agent_command|agent_function_isolation",
     )
     agent_preload: list[str] | None = arg(
         None,

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from arguments.schema.rollout import ALL_OR_SOME
+from slime_like.advantages.outcome import SINGLETONS, Singleton
 from slime_like.config import AT_LEAST_ONE, NON_NEGATIVE, POSITIVE, UNIT, CheckedSettings, arg
 from slime_like.losses.registry import PolicyLoss, policy_losses
 
@@ -78,10 +79,10 @@ class AlgorithmConfig(CheckedSettings):
         "on rank 0. With grpo and similar estimators the rewards are the advantages.",
         excludes=("loss_type=sft_loss", "debug_rollout_only, which computes no advantages"),
     )
-    singleton_advantage: str = arg(
+    singleton_advantage: Singleton = arg(
         "zero",
         "Advantage in a group of one sample: zero, or the reward itself.",
-        choices=("zero", "reward"),
+        choices=SINGLETONS,
         excludes="loss_type=sft_loss",
     )
     normalize_advantages: bool = arg(
@@ -367,6 +368,11 @@ class AlgorithmConfig(CheckedSettings):
         loss = self.preference_loss
         return loss is not None and "ref_log_probs" in loss.needs
 
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a KL term or a preference loss uses a reference model."""
+        return self.use_kl_loss or self.kl_coef != 0 or self.compares_with_reference
+
 
 # of what certificates cannot compare
 CERTIFIES_NO = (
@@ -402,6 +408,7 @@ class GuardConfig(CheckedSettings):
         "for settings of the whole model that explain the log-probs of servers; what is not found "
         "by then is an unknown cause.",
         legal=POSITIVE,
+        idle_without="certify|certify_interval",
     )
     max_train_rollout_diff: float | None = arg(
         None,

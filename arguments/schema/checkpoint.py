@@ -56,6 +56,7 @@ class CheckpointConfig(CheckedSettings):
         "If a checkpoint cannot be written, e.g. on a full disk: stop the run, or warn and "
         "continue until the next save.",
         choices=("stop", "continue"),
+        idle_without="save",
     )
     load: str | None = arg(
         None,
@@ -74,10 +75,26 @@ class CheckpointConfig(CheckedSettings):
     finetune: bool = arg(
         False, "With --load: load only the weights and start at step 0.", needs="load"
     )
-    no_load_optim: bool = arg(False, "With --load: do not load the optimizer.")
-    no_load_rng: bool = arg(False, "With --load: do not load the random state.")
-    no_save_optim: bool = arg(False, "Do not save the optimizer.")
-    no_save_rng: bool = arg(False, "Do not save the random state.")
+    no_load_optim: bool = arg(
+        False,
+        "With --load: do not load the optimizer.",
+        idle_without="load",
+    )
+    no_load_rng: bool = arg(
+        False,
+        "With --load: do not load the random state.",
+        idle_without="load",
+    )
+    no_save_optim: bool = arg(
+        False,
+        "Do not save the optimizer.",
+        idle_without="save",
+    )
+    no_save_rng: bool = arg(
+        False,
+        "Do not save the random state.",
+        idle_without="save",
+    )
     save_hf: str | None = arg(
         None,
         "Folder for a Hugging Face copy of the final weights; {rollout_id} becomes the number of "

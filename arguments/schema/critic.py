@@ -36,6 +36,7 @@ class CriticConfig(CheckedSettings):
         "Final learning rate of the critic; default: --critic-lr times --min-lr / --lr.",
         legal=NON_NEGATIVE,
         at_most="critic_lr|lr",
+        idle_without="@decay",
     )
     critic_lr_warmup_iters: int = arg(
         0,
@@ -115,3 +116,8 @@ class CriticConfig(CheckedSettings):
         "Sequence parallelism of the critic; default: --sequence-parallel if the critic's "
         "tensor-parallel size is above 1.",
     )
+
+    def policy_steps(self, train_batches: int, batches_per_rollout: int) -> int:
+        """Optimizer steps of the policy in a run of so many train batches: those of the first
+        rollouts may train the critic only."""
+        return max(0, train_batches - self.num_critic_only_steps * batches_per_rollout)

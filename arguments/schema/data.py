@@ -151,20 +151,53 @@ class EvalConfig(CheckedSettings):
         metavar="FILE",
         excludes="eval_prompt_data",
     )
-    skip_eval_before_train: bool = arg(False, "Do not evaluate before the first rollout.")
-    eval_input_key: str | None = arg(None, "As --input-key; default: the same.")
-    eval_label_key: str | None = arg(None, "As --label-key; default: the same.")
-    eval_reward_key: str | None = arg(None, "As --reward-key, for evaluations; default: the same.")
+    skip_eval_before_train: bool = arg(
+        False,
+        "Do not evaluate before the first rollout.",
+        idle_without="eval_interval",
+    )
+    eval_input_key: str | None = arg(
+        None,
+        "As --input-key; default: the same.",
+        idle_without="eval_interval",
+    )
+    eval_label_key: str | None = arg(
+        None,
+        "As --label-key; default: the same.",
+        idle_without="eval_interval",
+    )
+    eval_reward_key: str | None = arg(
+        None,
+        "As --reward-key, for evaluations; default: the same.",
+        idle_without="eval_interval",
+    )
     n_samples_per_eval_prompt: int = arg(
         1,
         "Responses per evaluation prompt; mean and pass@k are computed over these.",
         legal=AT_LEAST_ONE,
+        idle_without="eval_interval",
     )
     eval_temperature: float | None = arg(
         None,
         "Temperature of evaluation; 0 is greedy; default: --rollout-temperature.",
         legal=GREEDY_OR_TEMPERATURE,
+        idle_without="eval_interval",
     )
-    eval_top_p: float | None = arg(None, "As --rollout-top-p.", legal=UNIT_OPEN_LOW)
-    eval_top_k: int | None = arg(None, "As --rollout-top-k.", legal=ALL_OR_SOME)
-    eval_max_response_len: int | None = arg(None, "As --rollout-max-response-len.", legal=POSITIVE)
+    eval_top_p: float | None = arg(
+        None,
+        "As --rollout-top-p.",
+        legal=UNIT_OPEN_LOW,
+        idle_without="eval_interval",
+    )
+    eval_top_k: int | None = arg(
+        None,
+        "As --rollout-top-k.",
+        legal=ALL_OR_SOME,
+        idle_without="eval_interval",
+    )
+    eval_max_response_len: int | None = arg(
+        None,
+        "As --rollout-max-response-len.",
+        legal=POSITIVE,
+        idle_without="eval_interval",
+    )

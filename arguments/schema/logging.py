@@ -15,7 +15,9 @@ class LoggingConfig(CheckedSettings):
         "outputs/<time>.",
     )
     tensorboard_dir: str | None = arg(
-        None, "Folder for TensorBoard; default <output-dir>/tensorboard."
+        None,
+        "Folder for TensorBoard; default <output-dir>/tensorboard.",
+        idle_without="@tensorboard",
     )
     no_tensorboard: bool = arg(False, "Do not write TensorBoard files.")
     no_plot: bool = arg(False, "Do not draw report.png at the end of the run.")
@@ -43,12 +45,14 @@ class LoggingConfig(CheckedSettings):
         None,
         "Project (MLflow: experiment) of the trackers; default slime_like.",
         aliases=("--wandb-project", "--tb-project-name"),
+        idle_without="tracker|use_wandb",
     )
     tracker_run_name: str | None = arg(
         None,
         "Name of the run in the trackers; default: the name of the output folder. W&B appends the "
         "run's id, and uses the name as group too.",
         aliases=("--wandb-group", "--tb-experiment-name"),
+        idle_without="tracker|use_wandb",
     )
     use_wandb: bool = arg(False, "As --tracker wandb.")
     wandb_mode: str | None = arg(
@@ -56,23 +60,44 @@ class LoggingConfig(CheckedSettings):
         "Mode of W&B; default WANDB_MODE, else online. offline: files in the output folder, for "
         "wandb sync.",
         choices=("online", "offline", "disabled"),
+        idle_without="@wandb",
     )
-    wandb_team: str | None = arg(None, "Entity of W&B.")
-    wandb_host: str | None = arg(None, "URL of a self-hosted W&B server.")
+    wandb_team: str | None = arg(
+        None,
+        "Entity of W&B.",
+        idle_without="@wandb",
+    )
+    wandb_host: str | None = arg(
+        None,
+        "URL of a self-hosted W&B server.",
+        idle_without="@wandb",
+    )
     wandb_key: str | None = arg(
         None,
         "W&B API key. It is visible in the process list; prefer the environment variable "
         "WANDB_API_KEY or wandb login.",
+        idle_without="@wandb",
     )
-    wandb_dir: str | None = arg(None, "Folder of W&B's files; default the output folder.")
-    wandb_run_id: str | None = arg(None, "Continue this run of W&B; default a new one.")
+    wandb_dir: str | None = arg(
+        None,
+        "Folder of W&B's files; default the output folder.",
+        idle_without="@wandb",
+    )
+    wandb_run_id: str | None = arg(
+        None,
+        "Continue this run of W&B; default a new one.",
+        idle_without="@wandb",
+    )
     disable_wandb_random_suffix: bool = arg(
-        False, "Do not add the run's id to --tracker-run-name in W&B."
+        False,
+        "Do not add the run's id to --tracker-run-name in W&B.",
+        idle_without="@wandb",
     )
     mlflow_tracking_uri: str | None = arg(
         None,
         "MLflow tracking server or database; default MLFLOW_TRACKING_URI, else "
         "<output-dir>/mlflow.db.",
+        idle_without="@mlflow",
     )
 
     @property

@@ -28,6 +28,7 @@ class ModelConfig(CheckedSettings):
         None,
         "Folder of the reference model: a Hugging Face model, or checkpoints (--save) of the same "
         "shape. Needed by --use-kl-loss and --kl-coef; usually the same as --hf-checkpoint.",
+        idle_without="@reference",
     )
     ref_ckpt_step: int | None = arg(
         None,
@@ -39,6 +40,7 @@ class ModelConfig(CheckedSettings):
         "Keep the reference model's weights in host memory (a memory-mapped file without a GPU) "
         "and swap them with the policy's for a forward pass, so that no second model is resident.",
         needs="ref_load",
+        idle_without="@reference",
     )
     ref_update_interval: int | None = arg(
         None,
@@ -47,6 +49,7 @@ class ModelConfig(CheckedSettings):
         legal=AT_LEAST_ONE,
         needs="ref_load",
         excludes=("ref_offload", "lora_rank"),
+        idle_without="@reference",
     )
     only_train_params_name_list: list[str] = arg(
         [],

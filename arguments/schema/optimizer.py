@@ -18,6 +18,7 @@ class ScheduleConfig(CheckedSettings):
         None,
         "Optimizer steps over which the learning rate decays; default: the whole run.",
         legal=POSITIVE,
+        idle_without="@schedule_length",
     )
     lr_wsd_decay_iters: int | None = arg(
         None,
@@ -30,6 +31,7 @@ class ScheduleConfig(CheckedSettings):
         "exponential",
         "Shape of WSD's annealing.",
         choices=("exponential", "linear", "cosine", "minus_sqrt"),
+        idle_without="lr_decay_style=WSD",
     )
     lr_warmup_iters: int = arg(
         0, "Optimizer steps of linear warm-up.", legal=NON_NEGATIVE, below="lr_decay_iters"
@@ -41,7 +43,11 @@ class ScheduleConfig(CheckedSettings):
         excludes="lr_warmup_iters",
     )
     lr_warmup_init: float = arg(
-        0.0, "Learning rate at which warm-up starts.", legal=NON_NEGATIVE, at_most="lr"
+        0.0,
+        "Learning rate at which warm-up starts.",
+        legal=NON_NEGATIVE,
+        at_most="lr",
+        idle_without="lr_warmup_iters|lr_warmup_fraction",
     )
     start_weight_decay: float | None = arg(
         None,

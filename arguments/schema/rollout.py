@@ -159,10 +159,12 @@ class RewardConfig(CheckedSettings):
         "Most samples of a rank that are with a server (--rm-type remote_rm, judge, reward_model) "
         "or an async --custom-rm-path at a time. Default: 64 per reward process.",
         legal=AT_LEAST_ONE,
+        idle_without="@waiting_rewards",
     )
     rm_cache_size: int = arg(
         100_000,
         "Answers of --rm-type judge and reward_model that a rank keeps: an equal request is not "
         "made again. 0: none.",
         legal=NON_NEGATIVE,
+        idle_without="@kept_answers",
     )

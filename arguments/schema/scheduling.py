@@ -80,6 +80,7 @@ class SchedulingConfig(CheckedSettings):
         "Time limit of --custom-generate-function-path per sample in seconds; after it the sample "
         "is dropped.",
         legal=POSITIVE,
+        idle_without="custom_generate_function_path",
     )
     rollout_function_path: str | None = arg(
         None,

@@ -13,6 +13,6 @@ from slime_like.lazy import Tensor
 
 
 @register_outcome_estimator("batch_mean", over_batch=True)
-def batch_mean(group: GroupRewards) -> Tensor:
+def centred(group: GroupRewards) -> Tensor:
     """R_i minus the mean [n]."""
     return group.rewards - group.rewards.mean()

@@ -7,6 +7,7 @@ This is our reading of the paper's valid samples; verl counts nonzero rewards.
 
 from __future__ import annotations
 
+from slime_like.advantages.batch_mean import centred
 from slime_like.advantages.registry import GroupRewards, register_outcome_estimator
 from slime_like.lazy import Tensor
 
@@ -19,4 +20,4 @@ def alpha(samples: int, differing: int) -> float:
 @register_outcome_estimator("gpg", batch_factor=alpha)
 def gpg(group: GroupRewards) -> Tensor:
     """R_i - mean [n], which `alpha` multiplies for the whole rollout."""
-    return group.rewards - group.rewards.mean()
+    return centred(group)

@@ -7,7 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from slime_like.advantages.registry import (
     GroupRewards,
@@ -19,7 +19,7 @@ from slime_like.lazy import Tensor, torch
 from slime_like.validation import require_choice, require_ids, require_shape, require_tensor
 
 Singleton = Literal["zero", "reward"]
-SINGLETONS: tuple[str, ...] = ("zero", "reward")
+SINGLETONS: tuple[str, ...] = get_args(Singleton)
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,6 +106,7 @@ class TokenEstimator:
     needs_peers: bool = False  # requires `peers`, because it compares tokens within a group
     takes_token_rewards: bool = False  # uses per-token rewards
     scales_by_std: bool = False  # uses `normalize_std`
+    discounts: bool = True  # uses `gamma`
     # a token's advantage depends on later tokens, so that `fn` uses `tree` if there is one
     follows_tokens: bool = False
 
@@ -116,6 +117,7 @@ class TurnEstimator:
 
     name: str
     fn: Callable[[TurnGroup], list[list[float]]]
+    discounts: bool = True  # uses `gamma`
 
 
 AdvantageEstimator = OutcomeEstimator | TokenEstimator | TurnEstimator
@@ -155,12 +157,13 @@ def register_token_estimator(
 
 
 def register_turn_estimator(
-    name: str, *, aliases: Iterable[str] = (), help: str = ""
+    name: str, *, aliases: Iterable[str] = (), help: str = "", **declared: Any
 ) -> Callable[[TurnFunction], TurnFunction]:
-    """As `register_outcome_estimator`, for ``fn(group) -> an advantage for each turn``."""
+    """As `register_outcome_estimator`, for ``fn(group) -> an advantage for each turn``. declared:
+    further fields of `TurnEstimator`."""
 
     def register(fn: TurnFunction) -> TurnFunction:
-        advantage_estimators.add(name, TurnEstimator(name, fn), aliases, help=help)
+        advantage_estimators.add(name, TurnEstimator(name, fn, **declared), aliases, help=help)
         return fn
 
     return register
@@ -183,6 +186,18 @@ def compares_samples(estimator: AdvantageEstimator) -> bool:
     if isinstance(estimator, TurnEstimator):
         return True
     return estimator.outcome is not None or estimator.needs_peers
+
+
+def handles_singletons(estimator: AdvantageEstimator) -> bool:
+    """Whether the estimator leaves groups of one sample to --singleton-advantage."""
+    if isinstance(estimator, OutcomeEstimator):
+        return not estimator.over_batch
+    return isinstance(estimator, TokenEstimator) and estimator.outcome is not None
+
+
+def discounts(estimator: AdvantageEstimator) -> bool:
+    """Whether later rewards are discounted by --gamma."""
+    return not isinstance(estimator, OutcomeEstimator) and estimator.discounts
 
 
 def compares_tokens(estimator: AdvantageEstimator) -> bool:

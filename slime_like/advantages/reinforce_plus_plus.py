@@ -11,7 +11,8 @@ tokens; trees of agents are in `tree_returns.py`. Both are whitened afterwards (
 
 from __future__ import annotations
 
-from slime_like.advantages.registry import GroupRewards, TokenRewards, register_token_estimator
+from slime_like.advantages.batch_mean import centred
+from slime_like.advantages.registry import TokenRewards, register_token_estimator
 from slime_like.advantages.tree_returns import batch_returns
 from slime_like.lazy import Tensor, torch
 
@@ -29,12 +30,9 @@ def reinforce_plus_plus(batch: TokenRewards) -> list[Tensor]:
     return batch_returns(batch)
 
 
-def centred(group: GroupRewards) -> Tensor:
-    """R_i - mean [n]."""
-    return group.rewards - group.rewards.mean()
-
-
-@register_token_estimator("reinforce_plus_plus_baseline", outcome=centred, whitens=True)
+@register_token_estimator(
+    "reinforce_plus_plus_baseline", outcome=centred, whitens=True, discounts=False
+)
 def reinforce_plus_plus_baseline(batch: TokenRewards) -> list[Tensor]:
     """A_t = (R - mean) - penalty_t, [R] per sample; `batch.outcomes` are `centred`."""
     return [

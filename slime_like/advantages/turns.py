@@ -56,7 +56,7 @@ def grpo_turn(group: TurnGroup) -> list[list[float]]:
     return returns
 
 
-@register_turn_estimator("grpo_branch")
+@register_turn_estimator("grpo_branch", discounts=False)
 def grpo_branch(group: TurnGroup) -> list[list[float]]:
     """The mean over the branches through a turn of their advantage within the episode plus that
     within the group."""

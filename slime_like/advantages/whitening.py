@@ -14,15 +14,12 @@ def whiten(
     values: Sequence[Tensor], masks: Sequence[Tensor], group: dist.ProcessGroup | None = None
 ) -> list[Tensor]:
     """(x - mean) / sqrt(variance + 1e-8) at active tokens, 0 at the others; variance with Bessel's
-    correction, from a second pass. A single token is only centred.
+    correction, from a second pass. A single token is only centred; without one all are 0.
 
     Args:
         values: [R] per sample.
         masks: [R] bool per sample.
         group: Data-parallel ranks (collective), each with its own samples.
-
-    Raises:
-        ValueError: If no rank has an active token, on all ranks.
     """
     require_samples(masks, values=values)
     masked = [torch.where(mask, value.double(), 0.0) for value, mask in zip(values, masks)]
@@ -30,9 +27,7 @@ def whiten(
     local_count = sum(int(m.sum()) for m in masks)
     sums = torch.tensor([local_sum, float(local_count)], dtype=torch.float64)
     total, count = all_reduce(sums, group).tolist()
-    if count == 0:
-        raise ValueError("--normalize-advantages: no token of this rollout is trained on")
-    mean = total / count
+    mean = total / max(count, 1)  # without an active token all are 0
     squares = 0.0
     for value, mask in zip(masked, masks):
         squares += float(torch.where(mask, value - mean, 0.0).square().sum())

@@ -44,6 +44,7 @@ from slime_like.guards.rollout import RolloutGuards
 from slime_like.logs import warn_rank_0
 from slime_like.megatron.backend import MegatronBackend
 from slime_like.megatron.parallel_layout import ParallelLayout
+from slime_like.metrics.health import ACTIVE_TOKENS
 from slime_like.metrics.progress import Progress
 from slime_like.samples.index import AnySample
 from slime_like.types import TrainBatch, TrainSample
@@ -194,6 +195,7 @@ class BatchBuilder:
             steps = [self.backend.with_choices_of_stage(step) for step in rollout.steps]
             rollout = dataclasses.replace(rollout, steps=steps)
         metrics = dict(rollout.assignment.metrics)
+        metrics[ACTIVE_TOKENS] = float(sum(sample.active_tokens for sample in samples))
         critic = self._value_exchange(rollout)
         scores = self._scores(rollout, weight_version, critic, metrics)
         corrections = [SampleCorrection()] * len(rollout.local)

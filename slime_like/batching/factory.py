@@ -22,7 +22,7 @@ def advantage_settings(config: RunConfig) -> AdvantageSettings:
     return AdvantageSettings(
         algorithm.advantage_estimator,
         normalize_std=not algorithm.disable_grpo_std_normalization,
-        singleton="reward" if algorithm.singleton_advantage == "reward" else "zero",
+        singleton=algorithm.singleton_advantage,
         normalize=algorithm.normalize_advantages,
         gamma=algorithm.gamma,
         lambd=algorithm.lambd,

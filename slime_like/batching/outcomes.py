@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 
 from slime_like.advantages import Outcomes, RewardParts
 from slime_like.batching.outcome_fields import OutcomeFields
-from slime_like.batching.train_samples import _sum_by_episode
 from slime_like.distributed.collectives import from_rank_zero, gather, together
 from slime_like.lazy import Tensor, torch
 from slime_like.rewards.limit import require_within
@@ -123,7 +122,7 @@ def outcomes_of(samples: Sequence[AnySample]) -> Outcomes:
     """Inputs of advantage estimators for all episodes of a rollout; a missing reward is NaN. Greedy
     rewards are set if every sample has one. Token rewards: of this rank's samples only."""
     episodes = episodes_of(samples)
-    lengths = _sum_by_episode(episodes, [s.active_tokens for s in samples])
+    lengths = episodes.sums([s.active_tokens for s in samples])
     samples = [samples[i] for i in episodes.first]
     rewards = [math.nan if s.reward is None else s.reward for s in samples]
     greedy = [s.greedy_reward for s in samples]

@@ -13,7 +13,7 @@ from slime_like.batching.step_plan import DataParallelAssignment, StepPlan
 from slime_like.images.processor import ImageProcessor, LateImages
 from slime_like.images.rows import ImageRows, image_rows
 from slime_like.losses.reductions import reduction_weights
-from slime_like.samples.episodes import Episodes, complete, episodes_of
+from slime_like.samples.episodes import complete, episodes_of
 from slime_like.samples.index import AnySample
 from slime_like.types import NOT_SAMPLED, Sample, TrainBatch, TrainSample
 
@@ -27,7 +27,7 @@ def step_weights(
     """The token weight `u` of each sample of one optimizer step. The sequences of an episode count
     as one sample, so that the loss does not depend on how it was split."""
     episodes = episodes_of(step)
-    active = _sum_by_episode(episodes, [s.active_tokens for s in step])
+    active = episodes.sums([s.active_tokens for s in step])
     weights = reduction_weights(
         reduction,
         active_tokens=active,
@@ -37,12 +37,6 @@ def step_weights(
         micro_batch_size=micro_batch_size,
     )
     return [float(weights[i]) for i in episodes.of]
-
-
-def _sum_by_episode(episodes: Episodes, counts: Sequence[int]) -> Tensor:
-    """Sum per-sample `counts` over the samples of each episode: [episodes] int64."""
-    sums = torch.zeros(len(episodes.first), dtype=torch.int64)
-    return sums.index_add(0, torch.tensor(episodes.of), torch.tensor(counts, dtype=torch.int64))
 
 
 def nll_weights(step: Sequence[AnySample]) -> list[float]:

@@ -42,6 +42,15 @@ def complete_steps(root: str | Path) -> list[int]:
     return sorted(int(match[1]) for match in map(_NAME.match, folders) if match)
 
 
+def check_replaceable(folder: Path, file: str, kind: str) -> None:
+    """Raise ValueError if `folder` exists, is not empty, and does not contain `file`."""
+    replaceable = folder.is_dir() and ((folder / file).is_file() or not any(folder.iterdir()))
+    if folder.exists() and not replaceable:
+        raise ValueError(
+            f"{folder} exists and holds no {kind}; it is not replaced. Remove it or save elsewhere"
+        )
+
+
 def is_checkpoint_root(root: str | Path) -> bool:
     """Whether `root` contains our checkpoints, complete or damaged. False for a Hugging Face model,
     an empty folder, or one with only an interrupted first save."""

@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from arguments.hf.model import HfModel
 from arguments.run_config import RunConfig
-from arguments.schema import AlgorithmConfig, CriticConfig, GPTModelConfig, ScheduleConfig
+from arguments.schema import CriticConfig, GPTModelConfig, ScheduleConfig
 from slime_like.checkpoints.folders import checkpoint_folder, is_checkpoint_root, newest_step
 from slime_like.images.settings import VisionSettings
 from slime_like.logs import warn_rank_0
@@ -121,13 +121,12 @@ def make_policy(
 
     Args:
         hf: The parsed config.json.
-        total_steps: Optimizer steps of the whole run; the first may train the critic only.
+        total_steps: Train batches in the whole run; the first may train the critic only.
     """
-    critic_only_rollouts = config.critic.num_critic_only_steps
-    critic_only = critic_only_rollouts * (config.algorithm.num_steps_per_rollout or 1)
+    steps = config.critic.policy_steps(total_steps, config.algorithm.num_steps_per_rollout or 1)
     settings = network_settings(config)
     shape = (*settings.shape, layout)
-    training = settings.training(total_steps=max(1, total_steps - critic_only))
+    training = settings.training(total_steps=max(1, steps))
     policy: Network
     if config.debug.debug_rollout_only:
         policy = Network(*shape)
@@ -227,7 +226,7 @@ def critic_schedule(policy: ScheduleConfig, critic: CriticConfig) -> ScheduleCon
 def make_reference(config: RunConfig, policy: Network) -> FrozenModel | None:
     """The reference model, in the policy's layout: with LoRA the base model, otherwise a separate
     network; None if no loss term needs it."""
-    if not needs_reference(config.algorithm):
+    if not config.algorithm.needs_reference:
         return None
     if isinstance(policy, LoraNetwork) and config.reference_is_base:
         return policy.base
@@ -317,11 +316,6 @@ def frozen(network: Network, load: Callable[[Network], None]) -> Network:
     load(network)
     network.freeze()
     return network
-
-
-def needs_reference(algorithm: AlgorithmConfig) -> bool:
-    """Whether a KL term or a preference loss uses a reference model."""
-    return algorithm.use_kl_loss or algorithm.kl_coef != 0 or algorithm.compares_with_reference
 
 
 def make_head(config: RunConfig, layout: ParallelLayout, *, temperature: float) -> LogProbHead:

@@ -40,9 +40,10 @@ LENGTH = "rollout/response_length_mean"
 TRUNCATION = "rollout/truncated_frac"
 ENTROPY = "train/entropy"
 SPECIAL_TOKENS = "rollout/special_token_frac"
+ACTIVE_TOKENS = "rollout/active_tokens"
 WATCHED = (
     *(REWARD, REWARD_STD, SPREADLESS, SINGLE, LENGTH, TRUNCATION, ENTROPY),
-    SPECIAL_TOKENS,
+    *(SPECIAL_TOKENS, ACTIVE_TOKENS),
 )
 
 
@@ -127,6 +128,16 @@ def no_spread(history: History) -> str | None:
     )
 
 
+def no_tokens(history: History) -> str | None:
+    if history[ACTIVE_TOKENS].newest(1) != [0.0]:
+        return None
+    return (
+        "no token of this rollout is trained on: the optimizer steps and the schedule go on, and "
+        "nothing is learned. --rollout-sample-filter-path may remove every sample, a loss mask "
+        "every token, or --mask-offpolicy-in-partial-rollout all that older weights have sampled"
+    )
+
+
 def truncation(history: History) -> str | None:
     share = history[TRUNCATION]
     if not share.full:
@@ -185,6 +196,7 @@ RULES: Mapping[str, Callable[[History], str | None]] = {
     "no_reward": no_reward,
     "constant_reward": constant_reward,
     "no_spread": no_spread,
+    "no_tokens": no_tokens,
     "truncation": truncation,
     "special_tokens": special_tokens,
     "length_collapse": length_collapse,

@@ -8,7 +8,7 @@ from itertools import chain
 
 from arguments.run_config import RunConfig
 from slime_like.engines.registry import engine_traits
-from slime_like.megatron.factory import frozen_tower, needs_reference
+from slime_like.megatron.factory import frozen_tower
 from slime_like.megatron.frozen_parameters import FrozenParameters
 from slime_like.megatron.model.gpt import padded_vocab_size
 from slime_like.megatron.ops.fused_linear_logprob import (
@@ -189,7 +189,7 @@ def _other_models(
 ) -> dict[str, int]:
     """Networks that are not trained: reference, teacher, and the full model of the local engine."""
     sizes = {}
-    if needs_reference(config.algorithm) and not (
+    if config.algorithm.needs_reference and not (
         config.lora.lora_rank and config.reference_is_base
     ):
         if config.model.ref_offload:

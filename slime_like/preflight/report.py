@@ -55,14 +55,23 @@ class Preflight:
 
     @property
     def optimizer_steps(self) -> int | None:
-        """Of the whole run; None with --num-epoch, which depends on the number of prompts."""
-        rollouts = self.config.rollout.num_rollout
-        return None if rollouts is None else rollouts * self.batches.steps
+        """Of the policy in the whole run; None with --num-epoch, which depends on the number of
+        prompts."""
+        batches = self._train_batches
+        if batches is None:
+            return None
+        return self.config.critic.policy_steps(batches, self.batches.steps)
 
     @property
     def training_s(self) -> float | None:
         """Seconds of all optimizer steps, without sampling, evaluation and checkpoints."""
-        return None if self.optimizer_steps is None else self.optimizer_steps * self.step_s
+        return None if self._train_batches is None else self._train_batches * self.step_s
+
+    @property
+    def _train_batches(self) -> int | None:
+        """In the whole run; the critic trains on all of them, the policy on `optimizer_steps`."""
+        rollouts = self.config.rollout.num_rollout
+        return None if rollouts is None else rollouts * self.batches.steps
 
     @property
     def gpus(self) -> int:

@@ -37,20 +37,29 @@ def engine_failures(metrics: Mapping[str, float]) -> str:
 
 
 def rollout_metrics(
-    samples: Sequence[AnySample], weight_version: int | None = None
+    samples: Sequence[AnySample],
+    weight_version: int | None = None,
+    *,
+    sequences: Sequence[AnySample] | None = None,
 ) -> dict[str, float]:
     """Metrics over all samples of a rollout. Non-finite rewards are excluded from mean and standard
-    deviation, and counted. weight_version: version of the policy before the update, the reference
-    of staleness."""
+    deviation, and counted.
+
+    Args:
+        weight_version: Version of the policy before the update, the reference of staleness.
+        sequences: The samples with their branches (`with_branches`), whose tokens and lengths count
+            as well; None: no sample has any.
+    """
+    sequences = samples if sequences is None else sequences
     rewards = [s.reward for s in samples if s.reward is not None and math.isfinite(s.reward)]
-    lengths = torch.tensor([s.response_length for s in samples], dtype=torch.float64)
+    lengths = torch.tensor([s.response_length for s in sequences], dtype=torch.float64)
     metrics = {
         "rollout/response_length_mean": float(lengths.mean()),
         "rollout/response_length_max": float(lengths.max()),
-        TRUNCATED_FRACTION: truncated_fraction(samples),
+        TRUNCATED_FRACTION: truncated_fraction(sequences),
         "rollout/failed_frac": failed_fraction(samples),
         "rollout/reward_nonfinite": float(len(samples) - len(rewards)),
-        "rollout/tokens": float(sum(s.total_length for s in samples)),
+        "rollout/tokens": float(sum(s.total_length for s in sequences)),
     }
     if rewards:
         values = torch.tensor(rewards, dtype=torch.float64)

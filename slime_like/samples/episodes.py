@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from slime_like.lazy import Tensor, torch
 from slime_like.types import Sample, SampleStatus
 
 if TYPE_CHECKING:
@@ -31,6 +32,11 @@ class Episodes:
     @property
     def one_each(self) -> bool:
         return len(self.first) == len(self.of)
+
+    def sums(self, counts: Sequence[int]) -> Tensor:
+        """Sum per-sample `counts` over the samples of each episode: [episodes] int64."""
+        sums = torch.zeros(len(self.first), dtype=torch.int64)
+        return sums.index_add(0, torch.tensor(self.of), torch.tensor(counts, dtype=torch.int64))
 
 
 def episodes_of(samples: Sequence[AnySample]) -> Episodes:

@@ -19,7 +19,6 @@ from slime_like.engines.base import RolloutEngine
 from slime_like.guards.rollout import RolloutGuards
 from slime_like.images.processor import ImageProcessor
 from slime_like.megatron.backend import MegatronBackend
-from slime_like.megatron.factory import needs_reference
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.metrics.progress import Progress
 from slime_like.preflight.flops import forward_flops, peak_tflops
@@ -214,7 +213,7 @@ def make_checkpoints(
         mask_argv(config.argv),
         hf_checkpoint=model.hf_checkpoint,
         with_adapter=config.lora.lora_adapter_path is not None,
-        reference=reference if needs_reference(config.algorithm) else None,
+        reference=reference if config.algorithm.needs_reference else None,
         reference_step=model.ref_ckpt_step,
     )
     return RunCheckpoints(config.checkpoint, config.critic, identity, layout, backend, tokenizer)

@@ -69,12 +69,19 @@ class ReinforcementLearning:
         samples: Sequence[AnySample],
         collected: Mapping[str, float],
         weight_version: int,
+        sequences: Sequence[AnySample] | None = None,
     ) -> dict[str, float]:
         """Check a newly collected rollout; returns metrics. Only a user function or a faulty engine
-        can violate the staleness bound. collected: metrics of the collection."""
+        can violate the staleness bound.
+
+        Args:
+            collected: Metrics of the collection.
+            sequences: The samples with their branches; None: no sample has any.
+        """
         check_rewards(samples, self._max_abs_reward)
         self._warn_of_negative_rewards(samples)
-        metrics = rollout_metrics(samples, None if self._recorded else weight_version)
+        version = None if self._recorded else weight_version
+        metrics = rollout_metrics(samples, version, sequences=sequences)
         metrics = merge_metrics(metrics, collected)
         metrics["rollout/failed_frac"] = failed_fraction(samples, collected)
         if "agent/return_mean" in collected:  # what is learned is in the turns
@@ -144,6 +151,7 @@ class SupervisedFineTuning:
         samples: Sequence[AnySample],
         collected: Mapping[str, float],
         weight_version: int,
+        sequences: Sequence[AnySample] | None = None,
     ) -> dict[str, float]:
         """Warns once per run about truncated answers: the model would not learn to end them."""
         share = collected[TRUNCATED_FRACTION]

@@ -119,7 +119,7 @@ class Trainer:
         self.batch_builder = make_batch_builder(
             config, layout, backend, guards, progress, hooks, images
         )
-        # a user's conversion makes the sequences to train on later, in `_sequences`
+        # a user's conversion makes the sequences to train on later, in `_converted`
         if config.scheduling.async_rollout and not (
             config.debug.debug_rollout_only or hooks.converts
         ):
@@ -295,11 +295,11 @@ class Trainer:
     def step(self, step: int) -> dict[str, float]:
         """Run one rollout and its optimizer steps. step: the rollout, from 0. Returns metrics."""
         config = self.config
-        samples, metrics = self._sample(step)
+        samples, sequences, metrics = self._sample(step)
         self.strategy.check_failures(step, samples, metrics)
         if config.debug.debug_rollout_only:
             return metrics
-        sequences = self._sequences(samples)
+        sequences = self._converted(sequences, len(samples))
         self._lengths = [(s.total_length, s.active_tokens) for s in sequences]
         batches, batch_metrics = self.strategy.build_batches(
             self.batch_builder, step, sequences, self.weight_version
@@ -309,8 +309,9 @@ class Trainer:
             record_training(config.debug.save_debug_rollout_data, step, batches, self.layout)
         return metrics | self._train(step, batches, metrics)
 
-    def _sample(self, step: int) -> tuple[list[AnySample], dict[str, float]]:
-        """The graded samples of a rollout and their metrics; sampled with the current weights."""
+    def _sample(self, step: int) -> tuple[list[AnySample], list[AnySample], dict[str, float]]:
+        """The graded samples of a rollout, all their sequences, and their metrics; sampled with the
+        current weights."""
         config = self.config
         if self.strategy.samples_responses:
             self.sampling.sync_weights(self.weight_version)
@@ -322,7 +323,10 @@ class Trainer:
         generated = self.sampling.generate(step)
         samples = list(generated.samples)
         check_sampling_masks(samples, wanted=config.rollout.renormalize_sampled_log_probs)
-        metrics = self.strategy.check_samples(step, samples, generated.metrics, self.weight_version)
+        sequences = with_branches(samples)
+        metrics = self.strategy.check_samples(
+            step, samples, generated.metrics, self.weight_version, sequences
+        )
         metrics |= certified
         seconds = time.monotonic() - started
         if self.hooks.log_rollout(samples, metrics, seconds):
@@ -334,13 +338,13 @@ class Trainer:
             record_rollout(target, step, generated.groups, self.layout.rank, self.tokenizer)
         if self.logger is not None and self.logger.trackers is not None:
             self.logger.trackers.log_samples(step + 1, samples)
-        return samples, metrics
+        return samples, sequences, metrics
 
-    def _sequences(self, samples: list[AnySample]) -> list[AnySample]:
+    def _converted(self, sequences: list[AnySample], num_samples: int) -> list[AnySample]:
         """The sequences to train on: all branches of each episode, or what the user's conversion
-        function makes of the samples."""
-        sequences = self.hooks.convert(with_branches(samples))
-        if len(sequences) > len(samples):
+        function makes of them."""
+        sequences = self.hooks.convert(sequences)
+        if len(sequences) > num_samples:
             check_branches(self.config)
         return sequences
 

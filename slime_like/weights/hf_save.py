@@ -16,6 +16,7 @@ from torch import Tensor
 
 from arguments.hf.model import ties_embeddings
 from slime_like.checkpoints.files import read_json, remove_folder, sync_path
+from slime_like.checkpoints.folders import check_replaceable
 from slime_like.data.tokenizer import VOCABULARY_FILES
 from slime_like.distributed.collectives import from_rank_zero, gather, is_rank_zero, together
 from slime_like.errors import RunError
@@ -272,15 +273,6 @@ def check_folders(folder: Path, source: Path) -> None:
     if folder.exists() and folder.samefile(source):
         raise ValueError(f"{folder} is the folder that the model came from; save elsewhere")
     check_replaceable(folder, "config.json", "Hugging Face model")
-
-
-def check_replaceable(folder: Path, file: str, kind: str) -> None:
-    """Raise ValueError if `folder` exists, is not empty, and does not contain `file`."""
-    replaceable = folder.is_dir() and ((folder / file).is_file() or not any(folder.iterdir()))
-    if folder.exists() and not replaceable:
-        raise ValueError(
-            f"{folder} exists and holds no {kind}; it is not replaced. Remove it or save elsewhere"
-        )
 
 
 @dataclass(frozen=True, slots=True)

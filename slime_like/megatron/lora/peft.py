@@ -23,12 +23,13 @@ from arguments.hf.peft_adapter import (
     read_adapter_config,
 )
 from slime_like.checkpoints.files import sync_path
+from slime_like.checkpoints.folders import check_replaceable
 from slime_like.distributed.collectives import from_rank_zero, together
 from slime_like.megatron.lora.gather import gather_factors, set_factors
 from slime_like.megatron.lora.network import LoraNetwork
 from slime_like.megatron.lora.targets import peft_name
 from slime_like.weights.families import EMBEDDING, LM_HEAD, model_families
-from slime_like.weights.hf_save import check_replaceable, replace_folder
+from slime_like.weights.hf_save import replace_folder
 from slime_like.weights.mappings import VocabParallel
 from slime_like.weights.safetensors_reader import WeightFiles, listed
 from slime_like.weights.safetensors_writer import save_tensors

@@ -61,6 +61,7 @@ def test_a_run_that_learns_is_silent() -> None:
         ("no_reward", [{"rollout/reward_mean": 0.0, "rollout/reward_std": 0.0}] * 6),
         ("constant_reward", [{"rollout/reward_mean": 0.8, "rollout/reward_std": 0.0}] * 6),
         ("no_spread", [{"reward/zero_spread_group_frac": 0.95}] * 6),
+        ("no_tokens", [{"rollout/active_tokens": 9.0}, {"rollout/active_tokens": 0.0}]),
         ("truncation", _ramp("rollout/truncated_frac", 0.0, 0.57)),
         ("truncation", [{"rollout/truncated_frac": 0.8}] * 8),
         ("special_tokens", _ramp("rollout/special_token_frac", 0.01, 0.09)),

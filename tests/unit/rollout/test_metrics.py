@@ -56,6 +56,17 @@ def test_rewards_that_are_not_finite_are_counted() -> None:
     assert metrics["rollout/weight_version_min"] == 3
 
 
+def test_the_branches_of_an_episode_count() -> None:
+    sample = make(0, 1.0, 2)
+    branch = make(0, 1.0, 8, status=SampleStatus.TRUNCATED)
+    metrics = rollout_metrics([sample], sequences=[sample, branch])
+    assert metrics["rollout/tokens"] == 5 + 11
+    assert metrics["rollout/response_length_mean"] == 5
+    assert metrics["rollout/response_length_max"] == 8
+    assert metrics["rollout/truncated_frac"] == 0.5
+    assert metrics["rollout/reward_nonfinite"] == 0 and metrics["rollout/reward_mean"] == 1
+
+
 def test_a_rollout_without_a_reward_has_no_mean() -> None:
     metrics = rollout_metrics([make(0, None), make(1, math.nan)])
     assert metrics["rollout/reward_nonfinite"] == 2

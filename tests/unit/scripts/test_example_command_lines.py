@@ -125,7 +125,7 @@ def test_a_recipe_parses_with_a_model_of_the_users(recipe: str, tmp_path: Path) 
             MODEL=files["hf"],
             TRAIN=files["prompts"],
             TEST=files["prompts"],
-            OUTPUT=str(tmp_path),
+            OUTPUT=str(tmp_path / "out"),
         ),
         1,
     )

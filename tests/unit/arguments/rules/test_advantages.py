@@ -17,6 +17,8 @@ from tests.unit.command_lines import (
     refused,
 )
 
+AGENT = "--agent-command true --use-dynamic-batch-size --max-tokens-per-gpu 99"
+
 
 def parse(folder: Path, flags: str) -> RunConfig:
     return parse_flags(folder, TWO_STEPS + flags)
@@ -32,7 +34,7 @@ def test_every_estimator_by_flag(tmp_path: Path, name: str) -> None:
     if isinstance(advantage_estimators.get(name), TurnEstimator):
         (found,) = problems_of(tmp_path, f"--advantage-estimator {name}")
         assert "--agent-function-path" in str(found)
-        whitened += " --agent-command true --use-dynamic-batch-size --max-tokens-per-gpu 99"
+        whitened += f" {AGENT}"
     config = parse(tmp_path, f"--advantage-estimator {name} {whitened}")
     assert config.algorithm.advantage_estimator == name
     assert config.algorithm.normalize_advantages == ("--normalize-advantages" in whitened)
@@ -130,6 +132,30 @@ def test_refused(tmp_path: Path, row: tuple[str, str, str, str]) -> None:
             "--advantage-estimator otb --singleton-advantage reward",
             "--singleton-advantage reward has no effect with --advantage-estimator otb",
         ),
+        *(
+            (f"--advantage-estimator {name} --singleton-advantage reward", reason)
+            for name, reason in (
+                ("ppo", "compares no samples of a prompt"),
+                ("remax", "compares no samples of a prompt"),
+                ("batch_mean", "compares no samples of a prompt"),
+                ("reinforce_plus_plus --normalize-advantages", "compares no samples of a prompt"),
+                (f"grpo_turn {AGENT}", "a group of one has advantage 0"),
+                (f"grpo_branch {AGENT}", "a group of one has advantage 0"),
+                ("grpo_token", "a group of one has advantage 0"),
+            )
+        ),
+        (
+            "--advantage-estimator reinforce_plus_plus_baseline --normalize-advantages --gamma 0.9",
+            "--gamma has no effect with --advantage-estimator reinforce_plus_plus_baseline",
+        ),
+        (
+            f"--advantage-estimator grpo_branch --gamma 0.9 {AGENT}",
+            "--gamma has no effect with --advantage-estimator grpo_branch",
+        ),
+        (
+            "--n-samples-per-prompt 1 --advantage-estimator otb",
+            "--advantage-estimator otb: every advantage is 0",
+        ),
         ("--advantage-estimator gdpo", "without --gdpo-reward-keys"),
         (
             "--advantage-estimator ppo --lambd 0.9 --value-lambd 1 --lambd-length-alpha 0.05",
@@ -152,6 +178,13 @@ def test_refused(tmp_path: Path, row: tuple[str, str, str, str]) -> None:
 def test_warnings(tmp_path: Path, flags: str, message: str) -> None:
     warnings = parse(tmp_path, flags).warnings
     assert len(warnings) == 1 and message in warnings[0]
+
+
+def test_every_setting_without_effect_is_named(tmp_path: Path) -> None:
+    flags = "--gamma 0.9 --singleton-advantage reward --disable-grpo-std-normalization"
+    found = parse(tmp_path, f"--advantage-estimator batch_mean {flags}").warnings
+    for flag in flags.replace(" 0.9", "").replace(" reward", "").split():
+        assert sum(text.startswith(flag) for text in found) == 1, (flag, found)
 
 
 @pytest.mark.parametrize("name", ["ppo", "remax", "reinforce_plus_plus"])

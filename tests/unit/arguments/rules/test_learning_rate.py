@@ -40,6 +40,9 @@ def warnings_of(folder: Path, flags: str) -> list[str]:
         ("--lr-decay-style WSD --lr-wsd-decay-iters 15 --lr-warmup-iters 8", "only 12 steps"),
         ("--advantage-estimator ppo --critic-lr 1e-5 --critic-lr-warmup-iters 20",
          "--critic-lr-warmup-iters 20: the run has 20"),
+        # the first rollouts train the critic only
+        ("--advantage-estimator ppo --num-critic-only-steps 5 --lr-warmup-iters 12",
+         "--lr-warmup-iters 12: the run has 10 optimizer steps"),
         ("--advantage-estimator maxrl --rm-type dapo", "--rm-type dapo gives 1 and -1"),
     ],
 )  # fmt: skip
@@ -57,7 +60,6 @@ def test_what_does_not_fit_the_run_is_reported(tmp_path: Path, flags: str, words
         "--lr-decay-style cosine --lr-decay-iters 18",
         "--lr-decay-style cosine --lr-decay-iters 10 --min-lr 1e-7",
         "--lr-decay-style inverse-square-root --lr-decay-iters 10",
-        "--lr-decay-style constant --lr-decay-iters 10",
         "--lr-decay-style WSD --lr-wsd-decay-iters 20",
         "--advantage-estimator maxrl --rm-type math",
         "--advantage-estimator grpo --rm-type dapo",
@@ -74,6 +76,14 @@ def test_a_run_of_epochs_is_reported_when_its_length_is_known(tmp_path: Path) ->
     assert list(run_warnings(config, 21)) == []
     (text,) = run_warnings(config, 20)
     assert "never reaches --lr" in text
+
+
+def test_epochs_of_the_critic_alone_are_none_of_the_policy(tmp_path: Path) -> None:
+    flags = "--num-epoch 3 --lr-warmup-iters 20 --advantage-estimator ppo --num-critic-only-steps 1"
+    config = parse_args(complete(tmp_path, *flags.split(), without=("--num-rollout",)), 1)
+    assert list(run_warnings(config, 22)) == []
+    (text,) = run_warnings(config, 21)
+    assert "has 20 optimizer steps" in text
 
 
 def test_negative_rewards_of_any_function_are_reported_once(

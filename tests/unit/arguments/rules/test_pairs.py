@@ -16,7 +16,6 @@ from slime_like.losses.bradley_terry import BradleyTerryConfig
 from slime_like.losses.dpo import DPOConfig
 from slime_like.losses.kto import KTOConfig
 from slime_like.losses.orpo import ORPOConfig
-from slime_like.megatron.factory import needs_reference
 from tests.unit.command_lines import complete, problems_of
 
 WITHOUT = ("--n-samples-per-prompt", "--rm-type", "--label-key")
@@ -42,7 +41,7 @@ def test_what_follows_from_the_loss(tmp_path: Path) -> None:
     assert algorithm.global_batch_size == 8 and algorithm.samples_together == 2
     assert config.log_prob_temperature == 1.0 and not config.learns_conversations
     assert config.rollout.rollout_max_response_len == 511, "answers are cut where positions end"
-    assert needs_reference(algorithm) and not config.warnings
+    assert algorithm.needs_reference and not config.warnings
     same = parse(tmp_path, f"--loss-type sft_loss --policy-loss-type dpo {REF} --dpo-beta 0.3 "
                            "--dpo-nll-coef 0.5")  # fmt: skip
     assert same.algorithm == algorithm and same.policy_loss == config.policy_loss
@@ -51,7 +50,7 @@ def test_what_follows_from_the_loss(tmp_path: Path) -> None:
 def test_a_reward_model_needs_no_reference(tmp_path: Path) -> None:
     config = parse(tmp_path, "--loss-type rm_loss --center-rewards-coefficient 0.01")
     assert config.policy_loss == BradleyTerryConfig(rm_center_coef=0.01) and not config.warnings
-    assert config.algorithm.trains_reward_model and not needs_reference(config.algorithm)
+    assert config.algorithm.trains_reward_model and not config.algorithm.needs_reference
     assert config.rollout.n_samples_per_prompt == 2 and not config.trains_critic
 
 
@@ -62,7 +61,7 @@ def test_one_sample_at_a_time_becomes_one_pair(tmp_path: Path) -> None:
 
 def test_an_adapter_is_compared_with_its_base(tmp_path: Path) -> None:
     config = parse(tmp_path, "--loss-type dpo_loss --lora-rank 4 --transformer-impl local")
-    assert config.reference_is_base and needs_reference(config.algorithm)
+    assert config.reference_is_base and config.algorithm.needs_reference
 
 
 DPO = "--loss-type dpo_loss"
@@ -130,13 +129,13 @@ def test_single_answers_come_with_mismatched_ones(tmp_path: Path) -> None:
     assert config.policy_loss == KTOConfig(kto_beta=0.3) and not config.warnings
     assert algorithm.scores_mismatches and algorithm.pair_loss is None
     assert algorithm.samples_together == 2 and algorithm.global_batch_size == 8
-    assert needs_reference(algorithm) and not config.learns_conversations
+    assert algorithm.needs_reference and not config.learns_conversations
 
 
 def test_odds_need_no_reference(tmp_path: Path) -> None:
     config = parse(tmp_path, "--loss-type orpo_loss --orpo-lambda 0.2")
     assert config.policy_loss == ORPOConfig(orpo_lambda=0.2) and not config.warnings
-    assert not needs_reference(config.algorithm) and config.algorithm.samples_together == 2
+    assert not config.algorithm.needs_reference and config.algorithm.samples_together == 2
 
 
 KTO_CASES = {

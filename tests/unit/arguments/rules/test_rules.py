@@ -14,6 +14,7 @@ from arguments.flag_registry import flag_table
 from arguments.flags import Flag
 from arguments.megatron_configs import Machine
 from arguments.parse import parse_args
+from arguments.rules.advantages import ADVANTAGE_WARNINGS
 from arguments.rules.declared import FACTS, parse_alternative, unknown_names, without_reason
 from arguments.rules.layout import warn_attention_sinks as SINKS
 from arguments.rules.layout import warn_mla_context_parallel as LATENT
@@ -289,6 +290,10 @@ CASES: list[tuple[str, str, tuple[str, ...], int, str, str]] = [
      "--eval-prompt-data", "two sets of the same name"),
     ("check_evaluation", "--eval-interval 2 --eval-prompt-data a", (), 1, "--eval-prompt-data",
      "pairs"),
+    ("check_stop", "--rollout-stop-token-ids 7 -3", (), 1, "--rollout-stop-token-ids",
+     "must be from 0 to 319"),
+    ("check_stop", "--rollout-stop-token-ids 320", (), 1, "--rollout-stop-token-ids",
+     "must be from 0 to 319, a token of the model"),
     ("check_evaluation", "--eval-interval 2 --eval-prompt-data a {folder}/none.jsonl", (), 1,
      "--eval-prompt-data", "no such file"),
     ("check_input_folders", "--ref-load {folder}/none", (), 1, "--ref-load", "no such folder"),
@@ -310,6 +315,12 @@ CASES: list[tuple[str, str, tuple[str, ...], int, str, str]] = [
      "--no-load-optim"),
     ("check_sgd_checkpoints", "--optimizer sgd --use-distributed-optimizer", (), 1,
      "--use-distributed-optimizer", "--optimizer sgd"),
+    ("check_overwritten_folders", "--save-hf {folder}/hf", (), 1, "--save-hf",
+     "would overwrite --hf-checkpoint"),
+    ("check_overwritten_folders", "--save-hf {folder}", (), 1, "--save-hf",
+     "would overwrite --hf-checkpoint"),
+    ("check_overwritten_folders", "--save {folder}/hf", (), 1, "--save",
+     "would overwrite --hf-checkpoint"),
     ("check_output_folders", "--save {folder}/prompts.jsonl", (), 1, "--save", "is a file"),
     ("check_output_folders", "--output-dir {folder}/prompts.jsonl", (), 1, "--output-dir",
      "is a file"),
@@ -601,6 +612,7 @@ def test_warnings(tmp_path: Path, flags: str, wording: str) -> None:
         len(
             set(WARNINGS)
             - {
+                *ADVANTAGE_WARNINGS,  # test_advantages.py
                 *MOE_WARNINGS,
                 *OPTIMIZER_WARNINGS,
                 LATENT,
@@ -610,7 +622,7 @@ def test_warnings(tmp_path: Path, flags: str, wording: str) -> None:
                 warn_muon_blockwise,
             }
         )
-        == 16
+        == 14
     ), "a new warning has a case here"
 
 
@@ -815,3 +827,16 @@ def test_a_job_that_continues_with_fewer_nodes_may_have_fewer_processes(
             assert wording(2) == []
             assert any("2 x 2 processes, and 6 run" in text for text in wording(6))
             assert any("and the model needs at least 2" in text for text in wording(1))
+
+
+def test_what_has_no_name_and_no_text_is_refused(tmp_path: Path) -> None:
+    argv = complete(tmp_path, "--eval-interval", "1", "--eval-prompt-data", "")
+    (found,) = problems_of([*argv, str(tmp_path / "prompts.jsonl")])
+    assert found.flag == "--eval-prompt-data" and "without a name" in str(found)
+    (found,) = problems_of(complete(tmp_path, "--rollout-stop", "a", ""))
+    assert found.flag == "--rollout-stop" and "ends no response" in str(found)
+    sets = tmp_path / "sets.yaml"
+    path = tmp_path / "prompts.jsonl"
+    sets.write_text(f"datasets: [{{name: a, path: {path}, stop_token_ids: [-1]}}]")
+    (found,) = problems_of(complete(tmp_path, "--eval-interval", "1", "--eval-config", str(sets)))
+    assert found.flag == "--eval-config" and "set a: must be from 0 to 319" in str(found)
