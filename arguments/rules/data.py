@@ -311,15 +311,13 @@ def check_stop(s: Settings) -> list[Problem]:
         *_stop_problems("rollout_stop_token_ids", s.rollout.rollout_stop_token_ids, s),
     ]
     for each in s.eval_sets:
-        for values in (each.stop, each.stop_token_ids):
-            for found in _stop_problems(_flag_of(each, s), values, s):
-                problems.append(replace(found, message=f"set {each.name}: {found.message}"))
+        values: list[str | int] = [*(each.stop or ()), *(each.stop_token_ids or ())]
+        for found in _stop_problems(_flag_of(each, s), values, s):
+            problems.append(replace(found, message=f"set {each.name}: {found.message}"))
     return problems
 
 
-def _stop_problems(
-    name: str, values: Sequence[str] | Sequence[int] | None, s: Settings
-) -> list[Problem]:
+def _stop_problems(name: str, values: Sequence[str | int] | None, s: Settings) -> list[Problem]:
     """The first value that cannot end a response."""
     size = s.gpt.vocab_size
     for value in values or ():

@@ -38,14 +38,17 @@ def may_grade(s: Settings, test: Callable[[str], bool]) -> bool:
     """Whether a registered reward of which `test` is true may grade a sample: of the run, a source,
     an evaluation set, or a row."""
     named = {s.reward.rm_type}
-    named.update(each.rm_type for each in (*s.prompt_sources, *s.eval_sets))
+    named.update(source.rm_type for source in s.prompt_sources)
+    named.update(each.rm_type for each in s.eval_sets)
     return s.reward.rm_type_from_metadata or any(test(name) for name in named if name is not None)
 
 
 def has_own_reward(s: Settings) -> bool:
     """Whether a user function may grade a sample."""
-    graded = (s.reward, *s.prompt_sources, *s.eval_sets)
-    return any(each.custom_rm_path is not None for each in graded)
+    paths = {s.reward.custom_rm_path}
+    paths.update(source.custom_rm_path for source in s.prompt_sources)
+    paths.update(each.custom_rm_path for each in s.eval_sets)
+    return paths != {None}
 
 
 # Conditions on more than a single setting -> (test, description).
