@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable
 
 from arguments.rules.base import Rule, Settings, problem
 from arguments.rules.declared import may_grade
 from arguments.rules.distillation import AT_RM_URL, teacher_urls
-from slime_like.config import Problem
+from slime_like.config import LARGEST_FLOAT32, Problem
 from slime_like.rewards.judge import key_of, parse_prompt, prompt_text
+from slime_like.text import shown
 
 JUDGE = "judge"
 _OWN_PARAMETERS = {  # of the request, and what to use in place
@@ -113,8 +113,8 @@ def _check_verdicts(verdicts: dict[str, object]) -> None:
     for word, reward in verdicts.items():
         if not word.strip() or isinstance(reward, bool) or not isinstance(reward, int | float):
             raise ValueError(f"{word!r}: {reward!r}: must be words with numbers")
-        if not math.isfinite(reward):
-            raise ValueError(f"{word!r}: {reward!r}: the numbers must be finite")
+        if not abs(reward) <= LARGEST_FLOAT32:  # no float holds every integer of JSON
+            raise ValueError(f"{word!r}: {shown(reward)}: the numbers must be finite")
 
 
 def _check_parameters(parameters: dict[str, object]) -> None:

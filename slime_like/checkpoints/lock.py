@@ -111,31 +111,30 @@ class FolderLock:
 
     def _create(self) -> bool:
         """Try to create the lock file for this process; False if it exists."""
-        temporary = self.path.with_name(f"{LOCK}.{self._owner['token']}")
+        text = json.dumps(self._owner)
+        temporary = self._own_path()
         try:
-            temporary.write_text(json.dumps(self._owner))
-            os.link(temporary, self.path)  # atomic, with complete content
-        except FileExistsError:
-            return False
+            temporary.write_text(text)
+            return self._name_lock(temporary, text)
         except OSError as error:
-            if not isinstance(error, PermissionError) or self.path.exists():
-                raise self._unwritable(error) from error
-            return self._create_without_links()
+            raise self._unwritable(error) from error
         finally:
             with suppress(OSError):
                 temporary.unlink()
-        return True
 
-    def _create_without_links(self) -> bool:
-        """`_create` on a file system without hard links."""
+    def _name_lock(self, file: Path, text: str) -> bool:
+        """Give `file`, which has the text, the name of the lock; False if there is a lock."""
         try:
-            with open(self.path, "x") as file:
-                file.write(json.dumps(self._owner))
+            os.link(file, self.path)  # atomic, with complete content
         except FileExistsError:
             return False
-        except OSError as error:
-            raise self._unwritable(error) from error
+        except OSError:  # no hard links here: EPERM, EOPNOTSUPP (SMB), ENOSYS (FUSE)
+            return _create_exclusively(self.path, text)
         return True
+
+    def _own_path(self) -> Path:
+        """A file beside the lock that no other process has."""
+        return self.path.with_name(f"{LOCK}.{self._owner['token']}")
 
     def _unwritable(self, error: OSError) -> OSError:
         return OSError(
@@ -187,18 +186,23 @@ class FolderLock:
         )
 
     def _set_aside(self, text: str) -> bool:
-        """Remove the lock file of a dead owner; False if another run was faster."""
-        aside = self.path.with_name(f"{LOCK}.{self._owner['token']}")
+        """Remove the lock file of a dead owner; False if another run was faster. Raises OSError if
+        the lock of that run cannot be put back."""
+        if _read_lock(self.path) != text:
+            return False
+        aside = self._own_path()
         try:
             os.rename(self.path, aside)
         except FileNotFoundError:
             return False
-        was_dead = _read_lock(aside) == text
-        if not was_dead:  # the file of a new owner: put it back
-            with suppress(OSError):
-                os.link(aside, self.path)
+        taken = _read_lock(aside) or ""
+        if taken != text:  # the file of a new owner
+            try:
+                self._name_lock(aside, taken)
+            except OSError as error:
+                raise self._unwritable(error) from error
         aside.unlink(missing_ok=True)
-        return was_dead
+        return taken == text
 
     def _is_ours(self) -> bool:
         lock = self._read()
@@ -282,6 +286,16 @@ def _start_ticks(pid: int) -> int | None:
     except (OSError, ValueError):
         return None
     return None if fields[0] in "ZX" else int(fields[19])
+
+
+def _create_exclusively(path: Path, text: str) -> bool:
+    """Create a file, empty at first; False if it exists."""
+    try:
+        with open(path, "x") as file:
+            file.write(text)
+    except FileExistsError:
+        return False
+    return True
 
 
 def _read_lock(path: Path) -> str | None:

@@ -124,10 +124,13 @@ def _image(part: Mapping[str, Any]) -> object:
     others = part.keys() - {"type", "detail", *_IMAGE_KEYS}
     if unknown := sorted(key for key in others if part[key] is not None):
         raise MessageProblem(f"{unknown[0]!r} of a part of type 'image' is not offered")
-    given = [part[key] for key in _IMAGE_KEYS if part.get(key) is not None]
+    given = [key for key in _IMAGE_KEYS if part.get(key) is not None]
     if len(given) > 1:
         raise MessageProblem("a part of type 'image' has more than one image")
-    return given[0] if given else None
+    image = part[given[0]] if given else None
+    if given == ["base64"] and isinstance(image, str) and not image.startswith("data:"):
+        return f"data:image/;base64,{image}"  # the text alone would be a path
+    return image
 
 
 def _call(call: object, number: int) -> dict[str, Any]:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
 from arguments.schema.data import DataConfig
+from slime_like.config import LARGEST_FLOAT32
 from slime_like.data.conversation import ConversationFormat
 from slime_like.data.messages import ASSISTANT
 from slime_like.data.prompt_format import PromptFormat, RowKeys, missing_key
@@ -25,6 +25,7 @@ from slime_like.data.rows import Row
 from slime_like.data.sft import sft_samples
 from slime_like.data.turns import STEP_MASK, Segment, continue_turn
 from slime_like.images.processor import ImageProcessor
+from slime_like.text import shown
 from slime_like.types import Prompt, Sample
 
 if TYPE_CHECKING:
@@ -92,9 +93,10 @@ class PairFormat(PromptFormat):
             return None
         margin: Any = row.get(self._margin_key)
         is_number = isinstance(margin, int | float) and not isinstance(margin, bool)
-        if is_number and math.isfinite(margin):
+        if is_number and abs(margin) <= LARGEST_FLOAT32:  # no float holds every integer of JSON
             return None
-        return f"{self._margin_key!r} (--margin-key) must be a finite number, not {margin!r}"
+        name = f"{self._margin_key!r} (--margin-key)"
+        return f"{name} must be a finite number that float32 holds, not {shown(margin)}"
 
     def _check_conversations(self, row: Row) -> str | None:
         if not self._conversations:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from arguments.eval_sets import EvalSet
+from arguments.prompt_mix import MixSource
 from arguments.schema.data import DataConfig
 from slime_like.data.chat_template import ChatRenderer
 from slime_like.data.messages import ASSISTANT, MessageProblem, canonical
@@ -64,16 +66,29 @@ class Room:
     """Limits for prompt lengths."""
 
     positions: int | None = None  # of the model, None if they do not matter
-    response: int = 0  # --rollout-max-response-len, or the evaluation set's value
+    response: int = 0
+    # what sets the limits, for messages
+    prompt_limit: str = "--rollout-max-prompt-len"
+    response_limit: str = "--rollout-max-response-len"
+
+    def of(self, own: EvalSet | MixSource) -> Room:
+        """The limits, with the names of those that an evaluation set or a source has itself."""
+        names = {}
+        if own.max_prompt_len is not None:
+            names["prompt_limit"] = f"{own.name}'s max_prompt_len"
+        if own.max_response_len is not None:
+            flag = " (--eval-max-response-len)" if isinstance(own, EvalSet) else ""
+            names["response_limit"] = f"{own.name}'s max_response_len{flag}"
+        return replace(self, **names)
 
     def problem(self, tokens: int) -> str | None:
         """Why a prompt of `tokens` tokens does not fit, or None."""
         if self.positions is None or tokens + self.response <= self.positions:
             return None
         longest = self.positions - self.response
-        remedy = "lower --rollout-max-response-len"
+        remedy = f"lower {self.response_limit}"
         if longest > 0:
-            remedy = f"--rollout-max-prompt-len {longest} drops such prompts"
+            remedy = f"{self.prompt_limit} {longest} drops such prompts"
         return (
             f"the prompt has {tokens} tokens, which with a response of {self.response} exceed the "
             f"model's {self.positions} positions; {remedy}"

@@ -24,7 +24,7 @@ from slime_like.data.prompt_format import ANY_LENGTH, PromptFormat, Room, RowKey
 from slime_like.data.rendering import RowProblem
 from slime_like.data.row_images import RowImages
 from slime_like.data.rows import TASK_PREFIX, Row
-from slime_like.data.source import RowSource, batches, folder_of, open_source
+from slime_like.data.source import RowSource, batches, folder_of, open_source, same_content
 from slime_like.data.standard_rows import open_standard
 from slime_like.images.encoded import EncodedImage
 from slime_like.images.processor import ImageProcessor
@@ -110,14 +110,14 @@ def select_short_rows(
         kept += [index for index, length in zip(indices, lengths) if length <= max_prompt_len]
     if not kept:
         raise ValueError(
-            f"--rollout-max-prompt-len {max_prompt_len}: every prompt of {flag} {source.name} is "
+            f"{room.prompt_limit} {max_prompt_len}: every prompt of {flag} {source.name} is "
             f"longer; the shortest has {shortest} tokens"
         )
     if len(kept) < len(source):
         num_dropped = len(source) - len(kept)
         source.notes.append(
             f"{source.name}: dropped {num_dropped} of {len(source)} prompts, longer than "
-            f"--rollout-max-prompt-len {max_prompt_len}"
+            f"{room.prompt_limit} {max_prompt_len}"
         )
     return np.asarray(kept, dtype=np.int64)
 
@@ -288,6 +288,8 @@ class PromptSource(PromptStream):
         saved = dict(state["source"])
         current = self._fingerprint()
         different = [key for key in current if key != "path" and saved.get(key) != current[key]]
+        if same_content(saved.get("content"), self._source.content):
+            different = [key for key in different if key != "content"]
         if different:
             changes = "; ".join(
                 f"{key}: saved {saved.get(key)!r}, now {current[key]!r}" for key in different
@@ -352,8 +354,8 @@ def load_eval_sets(
     """Evaluation prompts by set name, complete and in file order; and notes for the user, like
     those of `PromptSource`.
 
-    Group ids are unique over all sets. Prompts over --rollout-max-prompt-len are dropped. Raises
-    ValueError like `PromptSource`.
+    Group ids are unique over all sets. Prompts over a set's max_prompt_len, or over
+    --rollout-max-prompt-len, are dropped. Raises ValueError like `PromptSource`.
 
     Args:
         answer_check: Of the run's reward, for sets without their own; a set with its own function
@@ -406,7 +408,7 @@ def load_eval_sets(
                 flag=flag,
             )
         longest = eval_set.max_prompt_len or data.rollout_max_prompt_len
-        kept = select_short_rows(source, form, longest, flag, room_of(eval_set))
+        kept = select_short_rows(source, form, longest, flag, room_of(eval_set).of(eval_set))
         sets[eval_set.name] = _make_prompts(source, form, [int(i) for i in kept], first)
         first += len(kept)
         notes += source.notes

@@ -27,7 +27,10 @@ Recorded = Callable[[Row], Row]  # the part of a row that recordings must be abl
 
 SUFFIXES = (".jsonl", ".parquet")
 _UTF8_BOM = b"\xef\xbb\xbf"
-_RANGE = re.compile(r"^(?P<path>.*)@\[(?P<start>-?\d*):(?P<end>-?\d*)\]$", re.DOTALL)
+_RANGE = re.compile(r"^(?P<path>.*)@\[(?P<bounds>[^\[\]]*)\]$", re.DOTALL)
+_BOUNDS = re.compile(r"(-?[0-9]{1,18})?:(-?[0-9]{1,18})?")
+# parts of `RowSource.content` that the states of earlier releases lack
+_LATER_PARTS = re.compile(r"(?<=^reasoning_gym) version=\S+|(?<=parquet) crc32=[0-9a-f]{8}")
 
 
 class RowSource(Protocol):
@@ -71,7 +74,7 @@ def open_source(
         ValueError: A missing file, a directory, an unknown format, an empty file or range, or too
             many bad rows.
     """
-    path_text, bounds = split_range(spec)
+    path_text, bounds = split_range(spec, flag)
     check = functools.partial(_clean_problem, check)
     source: RowSource
     if path_text.startswith(TASK_PREFIX):
@@ -99,11 +102,24 @@ def _clean_problem(check: RowCheck, row: Row) -> str | None:
     return clean(problem) if (problem := check(row)) else None
 
 
-def split_range(spec: str) -> tuple[str, slice | None]:
+def same_content(saved: object, current: str) -> bool:
+    """Whether the `content` of a saved state is that of a source. One of an earlier release has no
+    checksum of Parquet files and no version of reasoning-gym."""
+    return saved in (current, _LATER_PARTS.sub("", current))
+
+
+def split_range(spec: str, flag: str = "--prompt-data") -> tuple[str, slice | None]:
+    """Path and range of rows of a data source. Raises ValueError for what is no range."""
     match = _RANGE.match(spec)
     if match is None:
         return spec, None
-    start, end = (int(match[part]) if match[part] else None for part in ("start", "end"))
+    bounds = _BOUNDS.fullmatch(match["bounds"])
+    if bounds is None:
+        raise ValueError(
+            f"{flag} {spec}: {match['bounds']!r} is no range of rows; legal: start:end, two whole "
+            "numbers of which each may be left out or negative, as in @[0:100], @[:100], @[-100:]"
+        )
+    start, end = (int(text) if text else None for text in bounds.groups())
     return match["path"], slice(start, end)
 
 
@@ -114,16 +130,22 @@ def folder_of(spec: str) -> Path:
 
 def _existing_file(text: str, flag: str) -> Path:
     path = Path(text)
-    if path.is_dir():
-        raise ValueError(f"{flag} {text}: a directory; name a {' or '.join(SUFFIXES)} file in it")
-    if path.suffix not in SUFFIXES:
-        raise ValueError(
-            f"{flag} {text}: unknown format; legal: {', '.join(SUFFIXES)} files, "
-            f"{TASK_PREFIX}<task>"
-        )
-    if not path.is_file():
-        raise ValueError(f"{flag} {text}: no such file")
-    return path
+    try:
+        if path.is_dir():
+            raise ValueError(
+                f"{flag} {text}: a directory; name a {' or '.join(SUFFIXES)} file in it"
+            )
+        if path.suffix not in SUFFIXES:
+            raise ValueError(
+                f"{flag} {text}: unknown format; legal: {', '.join(SUFFIXES)} files, "
+                f"{TASK_PREFIX}<task>"
+            )
+        if not path.is_file():
+            raise ValueError(f"{flag} {text}: no such file")
+        with path.open("rb"):
+            return path
+    except OSError as error:  # a too long name, a file of another user
+        raise ValueError(f"{flag} {text}: cannot be read: {error.strerror}") from error
 
 
 class BadRows:
@@ -165,12 +187,14 @@ class _FileGuard:
         self._stat = self._read_stat()
         self._crc: int | None = None
 
-    def record(self, crc: int | None = None) -> None:
-        """Store the CRC-32 of the content; None: compute it here. Raises ValueError if the file
-        changed in the meantime."""
+    def record(self, crc: int | None = None) -> int:
+        """Store and return the CRC-32 of the content; None: compute it here. Raises ValueError if
+        the file changed in the meantime."""
+        checksum = self._compute_crc() if crc is None else crc
         if self._read_stat() != self._stat:
             raise ValueError(f"{self._path}: the file changed while it was read; start again")
-        self._crc = self._compute_crc() if crc is None else crc
+        self._crc = checksum
+        return checksum
 
     def check(self) -> None:
         """Raise ValueError if the content has changed."""
@@ -302,6 +326,8 @@ class ParquetSource:
             ) from error
         self.name = str(path)
         self._damage = (pa.ArrowException, OSError)
+        # invalid UTF-8, a time that Python cannot hold, a map whose keys cannot be those of a dict
+        self._no_values = (pa.ArrowException, ValueError, OverflowError, TypeError, LookupError)
         self._guard = _FileGuard(path)
         try:
             self._file = pq.ParquetFile(path, page_checksum_verification=True)
@@ -321,27 +347,46 @@ class ParquetSource:
         other_keys = dict.fromkeys(name for name in names if name not in self._columns)
         number = 0
         for row in self._every_row(flag):
-            problem = check({**other_keys, **row}) or unwritable(recorded(row))
+            if isinstance(row, str):
+                problem: str | None = row
+            else:
+                problem = check({**other_keys, **row}) or unwritable(recorded(row))
             if problem:
                 bad_rows.add(f"{self.name}: row {number}: {problem}")
             else:
                 self._numbers.append(number)
             number += 1
-        self._guard.record()
+        checksum = self._guard.record()
         size = path.stat().st_size
         columns_text = ",".join(names)
-        self.content = f"parquet bytes={size} rows={number} columns={columns_text}"
+        self.content = (
+            f"parquet crc32={checksum:08x} bytes={size} rows={number} columns={columns_text}"
+        )
 
-    def _every_row(self, flag: str) -> Iterator[Row]:
-        """Yield all rows. Raises ValueError for a damaged page."""
+    def _every_row(self, flag: str) -> Iterator[Row | str]:
+        """Yield all rows, or what is wrong with one. Raises ValueError for a damaged page."""
         try:
             for batch in self._file.iter_batches(batch_size=1024, columns=self._columns):
-                yield from map(self._row, batch.to_pylist())
+                for place in range(batch.num_rows):
+                    try:
+                        yield self._row(batch, place)
+                    except ValueError as error:
+                        yield str(error)
         except self._damage as error:
             raise ValueError(f"{flag} {self.name}: a damaged page: {error}") from error
 
-    def _row(self, row: Row) -> Row:
-        return with_paths({k: without_nulls(value) for k, value in row.items()}, self._paths)
+    def _row(self, batch: Any, place: int) -> Row:
+        """A row of a record batch or table. Raises ValueError naming the column whose value Python
+        cannot hold."""
+        row = {}
+        for name, column in zip(batch.schema.names, batch.columns):
+            try:
+                row[name] = without_nulls(column[place].as_py(), column.type)
+            except self._no_values as error:
+                raise ValueError(
+                    f"{name!r} is a {column.type} that cannot be read: {clean(error, 200)}"
+                ) from error
+        return with_paths(row, self._paths)
 
     def __len__(self) -> int:
         return len(self._numbers)
@@ -366,8 +411,10 @@ class ParquetSource:
                         f"{self.name}: a damaged page in row group {group}: {error}"
                     ) from error
                 self._loaded = (group, table)
-            (row,) = self._loaded[1].slice(number - self._starts[group], 1).to_pylist()
-            result[position] = self._row(row)
+            try:
+                result[position] = self._row(self._loaded[1], number - self._starts[group])
+            except ValueError as error:
+                raise ValueError(f"{self.name}: row {number}: {error}") from error
         return result
 
     def where(self, index: int) -> str:

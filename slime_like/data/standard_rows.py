@@ -45,7 +45,7 @@ def open_standard(
     assert eval_set.set is not None
     name, template = eval_set.set, eval_set.prompt_template
     standard = standard_sets.get(name)
-    place, bounds = split_range(eval_set.path)
+    place, bounds = split_range(eval_set.path, flag)
 
     def checked(row: Row) -> str | None:
         try:

@@ -12,6 +12,7 @@ import dataclasses
 import datetime
 import difflib
 import enum
+import importlib.metadata
 import json
 import types
 import typing
@@ -51,9 +52,9 @@ class TaskSource:
             raise ValueError(f"{where}: the task rejects these options: {error}") from error
         self.name = spec
         self.notes: list[str] = []
-        self.content = (
-            f"reasoning_gym {task} {json.dumps(self.options, sort_keys=True, default=str)}"
-        )
+        options_text = json.dumps(self.options, sort_keys=True, default=str)
+        version = importlib.metadata.version("reasoning-gym")  # others make other problems
+        self.content = f"reasoning_gym version={version} {task} {options_text}"
 
     def __len__(self) -> int:
         return len(self._dataset)

@@ -9,24 +9,29 @@ from typing import Any
 _PLAIN = (str, int, float, bool, type(None))
 
 
-def without_nulls(value: object) -> Any:
-    """A value of a column without the null fields of its structs, which Parquet adds to a row that
-    lacks a field of another row's. The fields of a struct that is the column itself are kept: they
-    are columns of the table."""
+def without_nulls(value: object, kind: Any) -> Any:
+    """A value of a Parquet column as JSON has it: maps as dicts, and without the null fields of its
+    structs, which Parquet adds to a row that lacks a field of another row's. The fields of a struct
+    that is the column itself are kept: they are columns of the table.
+
+    Args:
+        value: As pyarrow converts it.
+        kind: Its type in pyarrow.
+    """
     if isinstance(value, dict):
-        return {key: _prune(item) for key, item in value.items()}
-    return _prune(value)
+        return {key: _prune(item, kind.field(key).type) for key, item in value.items()}
+    return _prune(value, kind)
 
 
-def _prune(value: object) -> Any:
+def _prune(value: object, kind: Any) -> Any:
+    kind = getattr(kind, "storage_type", kind)  # of an extension
     if isinstance(value, dict):
-        return {key: _prune(item) for key, item in value.items() if item is not None}
+        given = {key: item for key, item in value.items() if item is not None}
+        return {key: _prune(item, kind.field(key).type) for key, item in given.items()}
     if isinstance(value, list):
-        items = [_prune(item) for item in value]
-        is_map = bool(items) and all(isinstance(item, tuple) for item in items)
-        return dict(items) if is_map else items
-    if isinstance(value, tuple):  # an entry of a map
-        return tuple(_prune(item) for item in value)
+        if hasattr(kind, "key_type"):  # a map is a list of pairs
+            return {key: _prune(item, kind.item_type) for key, item in value}
+        return [_prune(item, kind.value_type) for item in value]
     return value
 
 

@@ -9,6 +9,7 @@ import os
 import struct
 import threading
 import warnings
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,10 +26,12 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 _MODES = frozenset({"1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr"})  # 8 bits a channel
-_ORIENTATION = 0x0112  # EXIF tag, which cameras write into these formats:
-_ORIENTED = ("JPEG", "WEBP")
+_ORIENTATION = 0x0112  # EXIF tag, which cameras write
 _TURNED = (5, 6, 7, 8)  # orientations in which height and width are exchanged
 _ENDS = {"PNG": b"IEND", "JPEG": b"\xff\xd9", "GIF": b";"}  # what a complete file ends with
+_ENDS["MPO"] = _ENDS["JPEG"]  # Pillow's name of a JPEG with more pictures behind it, as of phones
+_PNG_TAGS = (b"eXIf", b"tEXt", b"zTXt", b"iTXt")  # chunks that may have an orientation
+_PNG_HEAD = 8 + 25  # bytes of the signature and of the chunk with the size
 _TAIL_BYTES = 2**16  # in which the end is looked for: some programs write more behind it
 
 
@@ -67,12 +70,17 @@ def read_image(path: Path, limits: ImageLimits) -> EncodedImage:
 
 
 def check_file(path: Path, limits: ImageLimits) -> None:
-    """Check that `path` is a file within the limits."""
-    if path.is_dir():
-        raise ImageProblem(f"{path} is a folder")
-    if not path.is_file():  # a pipe or a device would wait
-        raise ImageProblem(f"{path}: no such file")
-    _check_bytes(os.path.getsize(path), limits)
+    """Check that `path` is a file within the limits. Raises ImageProblem."""
+    name = clean(path, 200)
+    try:
+        if path.is_dir():
+            raise ImageProblem(f"{name} is a folder")
+        if not path.is_file():  # a pipe or a device would wait
+            raise ImageProblem(f"{name}: no such file")
+        size = os.path.getsize(path)
+    except OSError as error:  # a name that is too long, a folder of another user
+        raise ImageProblem(f"{name}: cannot be read: {error.strerror}") from error
+    _check_bytes(size, limits)
 
 
 def image_size(source: bytes | Path, limits: ImageLimits) -> tuple[int, int]:
@@ -83,8 +91,7 @@ def image_size(source: bytes | Path, limits: ImageLimits) -> tuple[int, int]:
     """
     if isinstance(source, Path):
         check_file(source, limits)
-        with source.open("rb") as file:
-            return _within(limits.decode_s, lambda: _size(file, limits))
+        return _within(limits.decode_s, lambda: _size_of_file(source, limits))
     _check_bytes(len(source), limits)
     return _size(io.BytesIO(source), limits)
 
@@ -134,8 +141,10 @@ def exact(
         resample: Pillow's filter.
     """
     height, width = size
-    opened = _open(io.BytesIO(image.data), limits)
+    file = io.BytesIO(image.data)
+    opened = _open(file, limits)
     plain = opened.format == "PNG" and not _is_transparent(opened)
+    plain = plain and _orientation(_png_tags(file)) == 1
     if plain and opened.size == (width, height):
         return image
     pixels = decode(image, limits)
@@ -145,11 +154,12 @@ def exact(
 
 
 def encode(image: Image, **options: int) -> EncodedImage:
-    """An image of Pillow's as a PNG file. options: of Pillow. Raises ImageProblem."""
+    """An image of Pillow's, turned as its EXIF tag says, as a PNG file. options: of Pillow. Raises
+    ImageProblem."""
     file = io.BytesIO()
     if not hasattr(image, "save"):
         raise ImageProblem(f"a {type(image).__name__} is no image of PIL")
-    image.save(file, "PNG", **options)
+    _upright(image).save(file, "PNG", **options)
     return EncodedImage(file.getvalue())
 
 
@@ -189,21 +199,62 @@ def _open(file: BinaryIO, limits: ImageLimits) -> Image:
     return image
 
 
+def _size_of_file(path: Path, limits: ImageLimits) -> tuple[int, int]:
+    with path.open("rb") as file:
+        return _size(file, limits)
+
+
 def _size(file: BinaryIO, limits: ImageLimits) -> tuple[int, int]:
     image = _open(file, limits)
     width, height = image.size
-    turned = _orientation(image) in _TURNED
+    tagged = _png_tags(file) if image.format == "PNG" else image
+    turned = _orientation(tagged) in _TURNED
     _check_end(file, image.format or "")
     return (width, height) if turned else (height, width)
 
 
-def _orientation(image: Image) -> int:
-    if image.format not in _ORIENTED:
+def _upright(image: Image) -> Image:
+    """The image, turned as its EXIF tag says, like transformers' `load_image`."""
+    from PIL import ImageOps
+
+    return image if _orientation(image) == 1 else ImageOps.exif_transpose(image)
+
+
+def _orientation(image: Image | None) -> int:
+    """The orientation in EXIF or XMP, 1 if there is none. It decodes a PNG file: see
+    `_png_tags`."""
+    if image is None:
         return 1
     try:
         return int(image.getexif().get(_ORIENTATION, 1))
     except Exception:  # a damaged tag: as if there was none
         return 1
+
+
+def _png_tags(file: BinaryIO) -> Image | None:
+    """An image of one pixel with the tags of a PNG file, None if they are damaged. They may follow
+    the pixels, all of which Pillow decodes to see them."""
+    opener = pillow()
+    pixel = io.BytesIO()
+    opener.new("L", (1, 1)).save(pixel, "PNG")
+    parts = [pixel.getvalue()[:_PNG_HEAD]]
+    file.seek(_PNG_HEAD)
+    while len(start := file.read(8)) == 8:
+        length, kind = struct.unpack(">I4s", start)
+        if kind == b"IEND":
+            break
+        if kind in _PNG_TAGS:  # with a right checksum, which Pillow ignores behind the pixels
+            chunk = kind + file.read(length + 4)[:-4]
+            parts.append(struct.pack(">I", len(chunk) - 4) + chunk)
+            parts.append(struct.pack(">I", zlib.crc32(chunk)))
+        else:
+            file.seek(length + 4, os.SEEK_CUR)
+    parts.append(pixel.getvalue()[_PNG_HEAD:])
+    try:
+        tagged: Image = opener.open(io.BytesIO(b"".join(parts)), formats=("PNG",))
+    except Exception:  # nearly anything for damaged chunks
+        return None
+    return tagged
 
 
 def _check_end(file: BinaryIO, kind: str) -> None:
@@ -222,15 +273,12 @@ def _check_end(file: BinaryIO, kind: str) -> None:
 
 
 def _decode(data: bytes, limits: ImageLimits) -> Image:
-    from PIL import ImageOps
-
     image = _open(io.BytesIO(data), limits)
     if image.format in ("GIF", "WEBP", "PNG") and getattr(image, "is_animated", False):
         raise ImageProblem("the image is animated, and only one frame would be seen; extract it")
     try:
         image.load()
-        if _orientation(image) != 1:
-            image = ImageOps.exif_transpose(image)
+        image = _upright(image)
         if _is_transparent(image):
             image = image.convert("RGBA")
             white = pillow().new("RGBA", image.size, (255, 255, 255, 255))

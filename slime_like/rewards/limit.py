@@ -5,18 +5,22 @@ from __future__ import annotations
 import math
 
 
+def as_float(value: float) -> float:
+    """The number as a float, infinite for an integer that no float holds, as JSON may have one."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+
+
 def beyond_limit(value: float | None, limit: float) -> str | None:
     """Why a reward is too large, or None. Rewards that are NaN or infinite have no magnitude: they
     are left out of the statistics. value: perhaps an integer that no float can hold."""
     if value is None or not abs(value) > limit:
         return None
-    try:
-        shown = float(value)
-    except OverflowError:
-        shown = math.inf if value > 0 else -math.inf
-    else:
-        if math.isinf(shown):
-            return None
+    shown = as_float(value)
+    if math.isinf(shown) and not isinstance(value, int):
+        return None
     return (
         f"the reward {shown:g} is beyond --max-abs-reward {limit:g}; correct the reward, or raise "
         "the limit"

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit, urlunsplit
 
+from slime_like.rewards.limit import as_float
 from slime_like.rewards.remote import require_url
 from slime_like.rewards.reward_server import AnsweredOnce, OutOfTime, RewardServer, certificates
 from slime_like.text import mask_url, shown
@@ -90,7 +91,7 @@ def scores_of(answer: Any) -> list[float] | None:
     scores = answer.get("embedding", answer.get("probs"))
     if not isinstance(scores, list) or not all(type(x) in (int, float) for x in scores):
         return None
-    return [float(x) for x in scores]
+    return [as_float(x) for x in scores]
 
 
 def classify_url(url: str) -> str:

@@ -127,7 +127,8 @@ def _room(config: RunConfig, source: MixSource | None) -> Room:
     response = config.rollout.rollout_max_response_len
     if source is not None and source.max_response_len is not None:
         response = source.max_response_len
-    return Room(config.gpt.max_position_embeddings if sampled else None, response)
+    room = Room(config.gpt.max_position_embeddings if sampled else None, response)
+    return room if source is None else room.of(source)
 
 
 def _format_options(config: RunConfig, image_processor: ImageProcessor | None) -> dict[str, Any]:

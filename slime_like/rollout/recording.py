@@ -295,7 +295,9 @@ def _from_row(
     for name, types in _PLAIN.items():
         value = row[name]
         legal = types is None or type(value) in types
-        if not legal or (types == (int,) and not 0 <= value <= _MAX_ID):
+        lowest = 0 if types == (int,) else -_MAX_ID
+        is_number = types is not None and type(value) is int
+        if not legal or (is_number and not lowest <= value <= _MAX_ID):
             raise ValueError(f"{where}: {name} is {shown(value)}")
     length = row["response_length"]
     present: dict[str, Any] = {

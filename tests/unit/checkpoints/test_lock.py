@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -248,3 +249,46 @@ def test_two_names_of_one_folder_are_one_lock(tmp_path: Path) -> None:
     with hold_folders([("--save", tmp_path / "a"), ("--output-dir", tmp_path / "b")]):
         assert [path.name for path in (tmp_path / "a").iterdir()] == [LOCK]
     assert list((tmp_path / "a").iterdir()) == []
+
+
+@pytest.fixture(params=[errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS], ids=errno.errorcode.get)
+def without_links(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system without hard links."""
+
+    def link(source: Path, target: Path) -> None:
+        if os.path.lexists(target):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
+        raise OSError(request.param, os.strerror(request.param))
+
+    monkeypatch.setattr(os, "link", link)
+
+
+@pytest.mark.usefixtures("without_links")
+def test_a_file_system_without_hard_links(tmp_path: Path) -> None:
+    lock = FolderLock(tmp_path, "--save")
+    lock.acquire()
+    lock.confirm()
+    with pytest.raises(FolderInUse):
+        FolderLock(tmp_path, "--save").acquire()
+    lock.release()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("without_links")
+def test_the_lock_of_a_faster_run_is_put_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It replaces the dead one's between our look and the renaming."""
+    dead = FolderLock(tmp_path, "--save")
+    foreign(tmp_path)
+    living = json.dumps(this_process())
+    rename = os.rename
+
+    def late(source: Path, target: Path) -> None:
+        source.write_text(living)
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", late)
+    assert not dead._set_aside((tmp_path / LOCK).read_text())
+    assert (tmp_path / LOCK).read_text() == living
+    assert [path.name for path in tmp_path.iterdir()] == [LOCK]

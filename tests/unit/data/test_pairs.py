@@ -123,7 +123,7 @@ def test_of_a_scored_answer_the_last_token_is_active(tmp_path: Path) -> None:
         assert int(sample.tokens[-1]) == made.eos_token_id and sample.reward == 2.0
 
 
-@pytest.mark.parametrize("margin", ["2", None, True, float("nan")])
+@pytest.mark.parametrize("margin", ["2", None, True, float("nan"), 10**400, -(10**400), 1e39])
 def test_a_margin_is_a_number(tmp_path: Path, margin: Any) -> None:
     row = {"input": "a", "chosen": "x", "rejected": "y", "by": margin}
     with pytest.raises(ValueError, match=r"'by' \(--margin-key\) must be a finite number"):

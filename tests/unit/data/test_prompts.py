@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import pytest
 import torch
@@ -274,6 +275,25 @@ def test_resume_from_a_moved_copy(tmp_path, ten, tokenizer):
     moved = PromptSource(dataclasses.replace(ten, prompt_data=str(copy)), tokenizer)
     moved.load_state_dict(source.state_dict())
     assert numbers(moved.next_prompts(2)) == [3, 4]
+
+
+def test_resume_from_a_state_without_the_checksum_of_parquet(tmp_path, tokenizer):
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    path = str(tmp_path / "a.parquet")
+    pq.write_table(pa.table({"input": ["prompt 0", "prompt 1"], "label": ["2", "3"]}), path)
+    config = DataConfig(prompt_data=path, label_key="label")
+    source = PromptSource(config, tokenizer)
+    source.next_prompts(1)
+    state = source.state_dict()
+    pq.write_table(pa.table({"input": ["prompt 0", "prompt 1"], "label": ["9", "3"]}), path)
+    with pytest.raises(ValueError, match="cannot be resumed: content: saved 'parquet crc32="):
+        PromptSource(config, tokenizer).load_state_dict(state)
+    content = re.sub(" crc32=[0-9a-f]{8}", "", state["source"]["content"])
+    earlier = PromptSource(config, tokenizer)
+    earlier.load_state_dict({**state, "source": {**state["source"], "content": content}})
+    assert [prompt.text for prompt in earlier.next_prompts(1)] == ["prompt 1"]
 
 
 def test_long_prompts_are_left_out_and_counted(ten, tokenizer):
@@ -661,4 +681,9 @@ def test_an_evaluation_set_has_its_own_reward_template_and_limit(chat_tokenizer,
     assert [prompt.text for prompt in sets["a"]] == ["<user>1+1=</user><assistant>"]
     assert sets["a"][0].metadata == {"rm_type": "gsm8k"}
     assert [prompt.text for prompt in sets["b"]] == ["1+1=", "1" * 50]
-    assert len(notes) == 1 and "dropped 1 of 2" in notes[0]
+    assert notes == [f"{path}: dropped 1 of 2 prompts, longer than a's max_prompt_len 40"]
+    none = dataclasses.replace(own, max_prompt_len=2)
+    with pytest.raises(
+        ValueError, match=rf"^a's max_prompt_len 2: every prompt of --eval-config {path} "
+    ):
+        load_eval_sets([none], DataConfig(label_key="label"), chat_tokenizer, flag="--eval-config")

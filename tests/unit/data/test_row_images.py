@@ -4,10 +4,12 @@ import base64
 import dataclasses
 import io
 import json
+import struct
 import time
+import zlib
 
 import pytest
-from PIL import Image
+from PIL import Image, ImageOps
 
 from arguments.schema.data import DataConfig
 from slime_like.data.prompts import PromptSource
@@ -64,6 +66,10 @@ SHAPES = {
         "input": user({"type": "image", "image": "a.png", "text": None}, TEXT)
     },
     "a part with a URL of a file": {"input": user({"type": "image", "url": "file://a.png"}, TEXT)},
+    "a part with base64": {
+        "input": user({"type": "image", "base64": base64.b64encode(PNG).decode()}, TEXT)
+    },
+    "a part with a data URL as base64": {"input": user({"type": "image", "base64": URL}, TEXT)},
     "OpenAI's": {
         "input": user({"type": "image_url", "image_url": {"url": URL, "detail": "low"}}, TEXT)
     },
@@ -134,11 +140,66 @@ def exif(orientation):
     return tag.tobytes()
 
 
-def test_orientation_of_a_camera_turns_the_image(tmp_path, parts):
-    turned = picture(0, 16, 24, "JPEG", exif=exif(6))
-    rows = [{"input": "<image>", "images": [EncodedImage(turned).data_url]}]
+def with_chunk(kind, data, place):
+    """The PNG with one chunk more, before the pixels or at the end."""
+    chunk = kind + data
+    chunk = struct.pack(">I", len(data)) + chunk + struct.pack(">I", zlib.crc32(chunk))
+    at = 33 if place == "before" else len(PNG) - 12
+    return PNG[:at] + chunk + PNG[at:]
+
+
+def phone_jpeg(orientation):
+    """A JPEG with a second picture behind the first, which Pillow calls MPO."""
+    image = Image.open(io.BytesIO(PNG))
+    file = io.BytesIO()
+    image.save(file, "MPO", save_all=True, append_images=[image], exif=exif(orientation))
+    return file.getvalue()
+
+
+XMP = b'<rdf:Description tiff:Orientation="6"/>'
+TAG = exif(6)
+TURNED = {
+    "jpeg": picture(0, kind="JPEG", exif=TAG),
+    "webp": picture(0, kind="WEBP", exif=TAG),
+    "mpo": phone_jpeg(6),
+    "png": picture(0, exif=TAG),
+    "png with EXIF behind the pixels": with_chunk(b"eXIf", TAG[6:], "behind"),
+    "png with XMP": with_chunk(b"iTXt", b"XML:com.adobe.xmp" + bytes(5) + XMP, "before"),
+    "png with EXIF of ImageMagick": with_chunk(
+        b"tEXt", b"Raw profile type exif\0\nexif\n  0\n" + TAG.hex().encode(), "behind"
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", TURNED)
+def test_orientation_of_a_camera_turns_the_image(tmp_path, parts, kind):
+    """As in transformers' `load_image`."""
+    data = TURNED[kind]
+    rows = [{"input": "<image>", "images": [EncodedImage(data).data_url]}]
     (prompt,) = source_of_rows(tmp_path, parts, rows).next_prompts(1)
     assert parts[1].inputs(prompt.images).grids.tolist() == [[1, 6, 4]]
+    upright = ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGB")
+    for made in (
+        files.decode(EncodedImage(data), files.DEFAULT_LIMITS),
+        files.decode(files.as_image(Image.open(io.BytesIO(data))), files.DEFAULT_LIMITS),
+    ):
+        assert made.size == (16, 24) and made.tobytes() == upright.tobytes()
+
+
+def test_an_image_that_the_engine_might_turn_again_is_written_anew():
+    square = EncodedImage(picture(0, 16, 16, exif=exif(3)))
+    written = files.exact(square, (16, 16), Image.Resampling.BICUBIC, files.DEFAULT_LIMITS)
+    assert Image.open(io.BytesIO(written.data)).getexif() == {}
+    upright = EncodedImage(picture(0, 16, 16))
+    assert files.exact(upright, (16, 16), Image.Resampling.BICUBIC, files.DEFAULT_LIMITS) is upright
+
+
+@pytest.mark.parametrize("place", ["before", "behind"])
+def test_damaged_tags_are_as_none(tmp_path, parts, place):
+    data = with_chunk(b"eXIf", b"nothing", place)
+    rows = [{"input": "<image>", "images": [EncodedImage(data).data_url]}]
+    (prompt,) = source_of_rows(tmp_path, parts, rows).next_prompts(1)
+    assert parts[1].inputs(prompt.images).grids.tolist() == [[1, 4, 6]]
 
 
 def gif():
@@ -169,6 +230,7 @@ FILES = {  # the file a.png, and what the message says
     "cut off in the header": (PNG[:20], "cannot be decoded|not a readable image"),
     "cut off at the end": (PNG[:-20], "the PNG file is truncated"),
     "cut off jpeg": (JPEG[:-20], "the JPEG file is truncated"),
+    "cut off jpeg of a phone": (phone_jpeg(1)[: phone_jpeg(1).index(b"\xff\xd9")], "the MPO file is truncated"),
     "cut off webp": (picture(0, kind="WEBP")[:-20], "cannot be decoded|the WEBP file is truncated"),
     "cut off bmp": (picture(0, kind="BMP")[:-20], "the BMP file is truncated"),
     "too many pixels": (picture(0, 200, 201), "the image has 200 x 201 pixels, more than --max-image-pixels 40000"),
@@ -218,6 +280,8 @@ ROWS = {
     "a size of its own": ({"input": user({"type": "image", "image": "a.png", "max_pixels": 9})}, "'max_pixels' of a part of type 'image' is not offered"),
     "a size beside": ({"input": "<image>", "images": [{"image": "a.png", "max_pixels": 9}]}, "'max_pixels' of an image is not offered"),
     "the network": ({"input": "<image>", "images": ["https://example.com/a.png"]}, "loads nothing from the network"),
+    "a part with no base64": ({"input": user({"type": "image", "base64": "a.png"})}, "not base64"),
+    "a long name": ({"input": "<image>", "images": ["x" * 300 + ".png"]}, r"x{99,}\.\.\.: cannot be read: File name too long"),
     "no base64": ({"input": "<image>", "images": ["data:image/png;base64,%%%"]}, "not base64"),
     "another data URL": ({"input": "<image>", "images": ["data:image/svg+xml,<svg/>"]}, "is not of base64"),
     "a number": ({"input": "<image>", "images": [3]}, "must be a path, a data URL, or an object with bytes or path, not 3"),

@@ -1,12 +1,14 @@
 """Data files with every defect that users meet: accepted, or refused with the place and the remedy."""
 
+import importlib.util
 import json
 import os
+import re
 import tracemalloc
 
 import pytest
 
-from slime_like.data.source import JsonlSource, open_source
+from slime_like.data.source import JsonlSource, open_source, same_content
 
 
 def check(row):
@@ -152,6 +154,19 @@ def test_row_range(tmp_path, bounds, expected):
     assert source.where(0).endswith(f":{expected[0] + 1}")
 
 
+@pytest.mark.parametrize("bounds", ["-:5", "5", "", "a:b", "0:10:2", "1_0:", f"{9**99}:", "0.5:"])
+def test_what_is_no_row_range(tmp_path, bounds):
+    path = write(tmp_path / "a.jsonl", line(0))
+    words = rf"^--eval-prompt-data .*a\.jsonl@.*: '{bounds}' is no range of rows; legal: start:end"
+    with pytest.raises(ValueError, match=words):
+        open_jsonl(f"{path}@[{bounds}]", flag="--eval-prompt-data")
+
+
+def test_a_name_that_is_too_long(tmp_path):
+    with pytest.raises(ValueError, match=r"^--prompt-data .*x\.jsonl: .* too long"):
+        open_jsonl(tmp_path / f"{'x' * 300}.jsonl")
+
+
 def test_empty_row_range(tmp_path):
     path = write(tmp_path / "a.jsonl", *map(line, range(10)))
     with pytest.raises(ValueError, match=r"empty range; .* has 10 rows"):
@@ -249,6 +264,66 @@ def test_content_identifies_the_bytes(tmp_path):
     other = open_jsonl(write(tmp_path / "c.jsonl", line(1), line(0)))
     assert isinstance(first, JsonlSource)
     assert first.content == moved.content != other.content
+
+
+def test_content_identifies_the_bytes_of_parquet(tmp_path):
+    first, moved, other = (
+        open_jsonl(f"{write_parquet(tmp_path / name, [{'input': 'x', 'answer': answer}])}@[0:]")
+        for name, answer in (("a.parquet", "2"), ("b.parquet", "2"), ("c.parquet", "9"))
+    )
+    assert first.content == moved.content != other.content
+    assert os.path.getsize(tmp_path / "a.parquet") == os.path.getsize(tmp_path / "c.parquet")
+    earlier = re.sub(" crc32=[0-9a-f]{8}", "", first.content)
+    assert same_content(earlier, first.content), "a state of a release without the checksum"
+    assert not same_content(other.content, first.content)
+    jsonl = open_jsonl(write(tmp_path / "a.jsonl", line(0))).content
+    assert not same_content(re.sub(" crc32=[0-9a-f]{8}", "", jsonl), jsonl)
+
+
+def test_values_that_python_cannot_hold_are_bad_rows(tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    bytes_of = pa.array([b"good", b"\xff\xfe", b"also"]).buffers()
+    answers = {
+        "far": pa.array([0, 10**15, 1]).cast(pa.timestamp("s")),
+        "fine": pa.array([0, 1, 1000], pa.timestamp("ns")),
+        "text": pa.Array.from_buffers(pa.string(), 3, bytes_of),
+        "map": pa.array([[], [({"a": 1}, 2)], []], pa.map_(pa.struct([("a", pa.int64())]), pa.int64())),
+    }  # fmt: skip
+    for kind, answer in answers.items():
+        if kind == "fine" and importlib.util.find_spec("pandas") is not None:
+            continue  # with which pyarrow makes a Timestamp
+        path = tmp_path / f"{kind}.parquet"
+        pq.write_table(pa.table({"input": ["a", "b", "c"], "answer": answer}), path)
+        with pytest.raises(
+            ValueError, match=rf"{kind}\.parquet: row 1: 'answer' is a .*--skip-bad"
+        ):
+            open_jsonl(path, recorded=lambda row: {})
+        if kind == "text":
+            source = open_jsonl(path, skip_bad_rows=1)
+            assert [row["input"] for row in source.rows([0, 1])] == ["a", "c"]
+            assert "row 1: 'answer' is a string that cannot be read" in source.notes[0]
+
+
+def test_an_empty_map_is_an_object(tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    entries = pa.map_(pa.string(), pa.int64())
+    nested = pa.struct([("maps", pa.list_(entries)), ("list", pa.list_(pa.string()))])
+    answers = [{"maps": [[("k", None)], []], "list": []}, {"maps": [], "list": ["x"]}]
+    pq.write_table(
+        pa.table({"input": pa.array([[("k", 1)], []], entries), "answer": pa.array(answers, nested)}),
+        tmp_path / "a.parquet",
+    )  # fmt: skip
+    source = open_source(
+        str(tmp_path / "a.parquet"), check=lambda row: None, columns=["input", "answer"]
+    )
+    assert source.rows([0, 1]) == [
+        {"input": {"k": 1}, "answer": {"maps": [{"k": None}, {}], "list": []}},
+        {"input": {}, "answer": {"maps": [], "list": ["x"]}},
+    ]
 
 
 def write_parquet(path, rows, **options):

@@ -4,11 +4,12 @@ import sys
 from dataclasses import dataclass
 from datetime import date
 from enum import StrEnum
+from importlib.metadata import version
 from typing import Literal
 
 import pytest
 
-from slime_like.data.source import open_source
+from slime_like.data.source import open_source, same_content
 from slime_like.data.tasks import TaskSource, convert, parse_options
 
 pytest.importorskip("reasoning_gym")
@@ -43,6 +44,15 @@ def test_without_a_seed_the_rows_are_still_the_same_every_time():
     assert (
         first.content == second.content != make("reasoning_gym:leg_counting?size=3&seed=1").content
     )
+
+
+def test_another_version_of_reasoning_gym_is_other_data(monkeypatch):
+    spec = "reasoning_gym:leg_counting?size=3"
+    installed = make(spec).content
+    assert installed.startswith(f"reasoning_gym version={version('reasoning-gym')} leg_counting {{")
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.1.999")
+    assert not same_content(installed, make(spec).content)
+    assert same_content('reasoning_gym leg_counting {"seed": 0, "size": 3}', installed)
 
 
 def test_row_range_of_a_task():

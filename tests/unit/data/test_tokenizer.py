@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 
+from arguments.eval_sets import EvalSet
+from arguments.prompt_mix import MixSource
 from arguments.schema.data import DataConfig
 from slime_like.cli.tiny_model import make_tokenizer
 from slime_like.data.prompt_format import Room
-from slime_like.data.prompts import PromptSource
+from slime_like.data.prompts import PromptSource, load_eval_sets
 from slime_like.data.rendering import render_rows
 from slime_like.data.tokenizer import load_tokenizer, tokenizer_identity
 
@@ -95,6 +97,13 @@ def test_a_prompt_that_is_too_long_is_named_with_the_remedy(tmp_path: Path) -> N
     assert text.startswith(f"{tmp_path}/p.jsonl:2: the prompt has ")
     assert "with a response of 8 exceed the model's 32 positions" in text
     assert text.endswith("--rollout-max-prompt-len 24 drops such prompts")
+    own = EvalSet("mine", config.prompt_data or "", max_response_len=40)
+    with pytest.raises(ValueError, match=r"; lower mine's max_response_len \(--eval-max-resp"):
+        load_eval_sets(
+            [own], config, tokenizer, room_of=lambda each: Room(32, each.max_response_len or 0)
+        )
+    source = MixSource("mine", config.prompt_data or "", max_response_len=40)
+    assert str(Room(32, 40).of(source).problem(1)).endswith("; lower mine's max_response_len")
     short = DataConfig(
         prompt_data=config.prompt_data, apply_chat_template=True, rollout_max_prompt_len=24
     )

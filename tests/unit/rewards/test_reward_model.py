@@ -258,6 +258,7 @@ def test_a_policy_is_no_reward_model(tmp_path: Path) -> None:
         ([{"embedding": [0.5]}], [0.5]),
         ({"object": "list", "data": [{"probs": [-2], "num_classes": 1}]}, [-2.0]),  # vLLM
         ({"embedding": [0.5, 1.0]}, [0.5, 1.0]),
+        ({"embedding": [10**400, -(10**400)]}, [math.inf, -math.inf]),
         ({"data": []}, None), ([], None), (1.0, None), ({"embedding": ["x"]}, None), ({"embedding": [True]}, None),
     ],
 )  # fmt: skip

@@ -202,6 +202,10 @@ def _word_for_reward(path: Path) -> None:
     _edit(path, reward="high")
 
 
+def _huge_reward(path: Path) -> None:
+    _edit(path, reward=10**400)
+
+
 def _nested_metadata(path: Path) -> None:
     file = path.with_suffix(".json")
     text = file.read_bytes()
@@ -234,6 +238,7 @@ def _another_sample(path: Path) -> None:
             _word_for_reward,
             r"r1\.json: damaged \(ValueError: sample 0: reward is 'high'",
         ),
+        (_huge_reward, r"r1\.json: damaged \(ValueError: sample 0: reward is 10000"),
         (_nested_metadata, r"r1\.json: not JSON \("),
         (_group_id_of_text, r"r1\.json: damaged \(ValueError: sample 0: group_id is '7'"),
         (_another_sample, r"r1\.json: damaged \(ValueError: sample 99: "),

@@ -138,6 +138,8 @@ CASES = [
     ("check_judge", JUDGE + ' --judge-verdicts {"A":NaN}', "--judge-verdicts", "must be finite"),
     ("check_judge", JUDGE + ' --judge-verdicts {"A":-Infinity}', "--judge-verdicts",
      "must be finite"),
+    ("check_judge", JUDGE + f' --judge-verdicts {{"A":{10**400}}}', "--judge-verdicts",
+     "must be finite"),
     ("check_judge", JUDGE + ' --judge-parameters {"stream":true}', "--judge-parameters",
      "must not have 'stream'"),
     ("check_judge", JUDGE + ' --judge-parameters {"n":2}', "--judge-parameters",
