@@ -21,6 +21,7 @@ from torch import Tensor
 
 from arguments.hf.quantization import read_quantization
 from slime_like.checkpoints.files import read_json
+from slime_like.checkpoints.replacement import folder_to_replace
 from slime_like.config import ConfigError, Problem
 from slime_like.conversion.network import Advance, Converted
 from slime_like.conversion.shards import write_shards
@@ -358,7 +359,7 @@ def quantize_folder(
     shards = plan_shards((plan for _, plan in copy.tensors.values()), max_shard_bytes)
 
     def complete(partial: Path) -> None:
-        complete_folder(partial, folder, Path(source), shards, quantization=copy.config)
+        complete_folder(partial, Path(source), shards, quantization=copy.config)
 
     kept = write_shards(
         folder,
@@ -373,8 +374,12 @@ def quantize_folder(
 
 
 def check_output(output: str) -> None:
-    """Raise ConfigError if there is something already."""
+    """Raise ConfigError if there is something already, or a link to nothing."""
     folder = Path(output)
+    try:
+        folder_to_replace(folder)
+    except ValueError as error:
+        raise _wrong("--output", output, str(error)) from error
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise _wrong("--output", output, "exists; remove it, or name another folder")
 

@@ -17,7 +17,8 @@ from pathlib import Path
 import torch.distributed as dist
 from torch import Tensor
 
-from slime_like.checkpoints.files import MARKER, complete_file
+from slime_like.checkpoints.files import MARKER, complete_file, sync_path
+from slime_like.checkpoints.replacement import folder_to_replace, replace_folder
 from slime_like.conversion.network import Advance
 from slime_like.distributed.collectives import from_rank_zero, together
 from slime_like.megatron.checkpoint.save import MIB, check_space
@@ -36,17 +37,18 @@ def write_shards(
     workers: int,
     advance: Advance,
 ) -> int:
-    """Write the files, distributed over processes and threads, and complete the folder. Collective;
-    returns how many files were kept from an earlier attempt. Raises ValueError or OSError on every
-    rank.
+    """Write the files, distributed over processes and threads, and complete and rename the folder.
+    Collective; returns how many files were kept from an earlier attempt. Raises ValueError or
+    OSError on every rank.
 
     Args:
         origin: Fingerprint of everything but the files that determines the bytes of the output.
         stream: Yields a file's tensors in order.
-        complete: Turns the folder of all files, next to the output, into the output. Called by
-            rank 0.
+        complete: Adds what else the output has to the folder of all files, next to the output.
+            Called by rank 0.
         advance: Called with the bytes of each step, from any thread.
     """
+    folder = folder_to_replace(folder)
     partial = folder.with_name(f".{folder.name}{PARTIAL}")
     identity = hashlib.sha256((origin + _plan_text(shards)).encode()).hexdigest()
     kept = from_rank_zero(lambda: _prepare(partial, shards, identity))
@@ -64,9 +66,12 @@ def write_shards(
             list(pool.map(write, shards[rank::world]))
 
     def finish() -> None:
+        complete(partial)
+        # last: without them, an attempt after an error would write every file again
         for shard in shards:
             (partial / (shard.file_name + MARKER)).unlink()
-        complete(partial)
+        sync_path(partial)
+        replace_folder(partial, folder)
 
     together(write_mine)
     from_rank_zero(finish)

@@ -24,6 +24,7 @@ from slime_like.distributed.collectives import from_rank_zero
 from slime_like.megatron.checkpoint.tensors import CheckpointTensors
 from slime_like.weights.export_plan import DEFAULT_BUCKET_BYTES, Parameter, TensorPlan
 from slime_like.weights.hf_save import check_folders, complete_folder
+from slime_like.weights.parameter_map import float32_buffers
 from slime_like.weights.quantized import QuantizedWeight
 from slime_like.weights.safetensors_reader import WeightFiles
 from slime_like.weights.safetensors_writer import ShardPlan, plan_shards
@@ -52,7 +53,8 @@ class NetworkSource:
 
         Args:
             network: Of the template, with one rank.
-            dtype: None keeps the stored dtype.
+            dtype: Of all weights but those that stay in float32 in half precision, such as a
+                router's bias; None keeps the stored dtypes.
             quantized: The quantised weights, by name.
 
         Raises:
@@ -71,6 +73,8 @@ class NetworkSource:
             raise ConfigError([Problem("--hf-checkpoint", template, reason)])
         mtp_layers = network.gpt.mtp_num_layers
         self._export = network.hf_export(network.hf, dtype, DEFAULT_BUCKET_BYTES, quantized)
+        # they keep the checkpoint's dtype
+        self._kept = float32_buffers(network.chunks)
         # by name; no parameter holds an untrained tensor of the template
         self.tensors: dict[str, tuple[Parameter | None, TensorPlan]] = {
             plan.name: (parameter, plan)
@@ -86,7 +90,18 @@ class NetworkSource:
                 parameter, plan = self.tensors[self._repeated[copy]]
                 self.tensors[copy] = (parameter, replace(plan, name=copy))
             if copies_untrained:
-                plans = untrained_plans(files, network.hf, mtp_layers, quantized=bool(quantized))
+                plans = untrained_plans(
+                    files,
+                    network.hf,
+                    mtp_layers,
+                    quantized=bool(quantized),
+                    dtype=dtype,
+                    kept=[
+                        name
+                        for name, (parameter, _) in self.tensors.items()
+                        if parameter is not None and parameter.name in self._kept
+                    ],
+                )
                 self.tensors |= {plan.name: (None, plan) for plan in plans}
 
     @property
@@ -104,7 +119,8 @@ class NetworkSource:
         """A full parameter, as in a layout of one rank; its vocabulary padding, which differs
         between layouts, is zero."""
         meta = self.network.parameters[name]
-        full = torch.zeros(meta.shape, dtype=self._dtype or meta.dtype)
+        dtype = meta.dtype if name in self._kept else self._dtype or meta.dtype
+        full = torch.zeros(meta.shape, dtype=dtype)
         for shard in self.network.shards(name, full):
             assert shard.data is not None
             offset = tuple(shard.global_offset)
@@ -147,7 +163,7 @@ def convert_to_hf(
 
     def complete(partial: Path) -> None:
         task = "ForTokenClassification"  # it has a bias
-        complete_folder(partial, folder, Path(template), shards, value_task=task)
+        complete_folder(partial, Path(template), shards, value_task=task)
 
     kept = write_shards(
         folder,

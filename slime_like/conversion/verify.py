@@ -37,8 +37,8 @@ TOLERANCE = 1e-3
 
 def compare_bits(source: NetworkSource, folder: str, advance: Advance = lambda size: None) -> int:
     """Load the folder as a run would, and compare every parameter with the checkpoint's, bit by bit
-    in the source's dtype. Collective; parameters are distributed over ranks. Returns their number.
-    Raises ValueError naming those that differ."""
+    in the dtype of `NetworkSource.parameter`. Collective; parameters are distributed over ranks.
+    Returns their number. Raises ValueError naming those that differ."""
     names = list(source.network.parameters)
 
     def compare_local() -> list[str]:

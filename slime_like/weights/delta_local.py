@@ -17,7 +17,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from slime_like.checkpoints.files import read_json, replace_file, sync_path
+from slime_like.checkpoints.files import read_json, remove_folder, replace_file, sync_path
+from slime_like.checkpoints.replacement import folder_to_replace
 from slime_like.errors import RunError
 from slime_like.weights.delta import apply
 from slime_like.weights.delta_updates import (
@@ -30,7 +31,6 @@ from slime_like.weights.delta_updates import (
     sha256,
     updates_in,
 )
-from slime_like.weights.hf_save import replace_folder
 from slime_like.weights.safetensors_reader import StoredTensor, stored_tensors, weight_files
 
 STATE = "slime_like_update.json"  # run and number of a copy; empty while the copy is incomplete
@@ -130,12 +130,14 @@ class LocalCheckpoint:
         source = full_path(self.source, base.number)
         if self.folder.exists() and any(self.folder.iterdir()) and not self._is_copy():
             raise ValueError(f"{self.folder} is not a copy of weights; name another folder")
-        temporary = self.folder.with_name(f".{self.folder.name}.new")
-        shutil.rmtree(temporary, ignore_errors=True)
-        shutil.rmtree(self.folder, ignore_errors=True)  # a node's disk never holds two copies
+        folder = folder_to_replace(self.folder)
+        temporary = folder.with_name(f".{folder.name}.new")  # no other process works here
+        remove_folder(temporary)
+        remove_folder(folder)  # a node's disk never holds two copies
         shutil.copytree(source, temporary)
         replace_file(temporary / STATE, "{}")
-        replace_folder(temporary, self.folder)
+        temporary.rename(folder)
+        sync_path(folder.parent)
         return base
 
     def _apply(self, chain: list[Update], sums: Mapping[str, str], update: Update) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from collections.abc import Mapping as MappingOf
 from dataclasses import dataclass
 from itertools import chain
@@ -24,6 +24,7 @@ from slime_like.weights.parameter_map import (
     expert_name,
     expert_number,
     family_map,
+    float32_buffers,
     global_parameters,
     local_experts,
     model_sizes,
@@ -46,6 +47,8 @@ class HfExport:
     parameters: those that hold separate tensors, in the order of the network.
 
     Args:
+        dtype: Of the tensors; None: each parameter's own. What stays in float32 in a model in half
+            precision keeps its own dtype.
         value_head: The network is a critic.
         untied_head: Export the output layer of a tied model as a separate weight, because only it
             has a delta.
@@ -89,10 +92,8 @@ class HfExport:
         # optimizer steps update these parameters in place
         self._local = self._local_parameters()
         experts = self._sizes.experts // layout.ep_size
-        owners = _owners(self._local, layout)
-        self.parameters = _parameters(
-            self._family, self._sizes, owners, dtype, self._quantized, experts
-        )
+        owners = _owners(self._local, layout, float32_buffers(model_chunks), dtype)
+        self.parameters = _parameters(self._family, self._sizes, owners, self._quantized, experts)
         self._plan = plan_buckets(self.parameters, find_senders(layout), experts, bucket_bytes)
 
     def stream(self, deltas: MappingOf[str, Callable[[], Tensor]] | None = None) -> WeightStream:
@@ -193,13 +194,27 @@ class HfExport:
 Owner = tuple[int, tuple[int, ...], torch.dtype]
 
 
-def _owners(parameters: dict[str, Tensor], layout: ParallelLayout) -> dict[str, Owner]:
-    """The pipeline stage of each parameter with the shape and dtype of its shard there; the first
-    stage if several have it. Experts are listed without their numbers, because the ranks of a stage
-    have equal ones."""
+def _owners(
+    parameters: dict[str, Tensor],
+    layout: ParallelLayout,
+    kept: Container[str],
+    dtype: torch.dtype | None,
+) -> dict[str, Owner]:
+    """The pipeline stage of each parameter with the shape of its shard there and the dtype to
+    export it in; the first stage if several have it. Experts are listed without their numbers,
+    because the ranks of a stage have equal ones.
+
+    Args:
+        kept: Parameters that keep their own dtype.
+        dtype: Of the others; None: their own.
+    """
+
+    def exported_dtype(name: str, parameter: Tensor) -> torch.dtype:
+        return parameter.dtype if dtype is None or name in kept else dtype
+
     local = {
-        any_expert(name): (layout.pp_rank, tuple(parameter.shape), parameter.dtype)
-        for name, parameter in parameters.items()
+        any_expert(name): (layout.pp_rank, tuple(each.shape), exported_dtype(name, each))
+        for name, each in parameters.items()
     }
     if layout.pp_size == 1:
         return local
@@ -212,7 +227,6 @@ def _parameters(
     family: MappingOf[str, Mapping],
     sizes: Sizes,
     owners: MappingOf[str, Owner],
-    dtype: torch.dtype | None,
     quantized: MappingOf[str, QuantizedWeight],
     experts: int,
 ) -> list[Parameter]:
@@ -226,11 +240,10 @@ def _parameters(
             continue
         if any_expert(name) not in owners:
             raise RuntimeError(f"no pipeline stage has the parameter {name}")
-        stage, shape, own_dtype = owners[any_expert(name)]
-        out_dtype = dtype or own_dtype
+        stage, shape, dtype = owners[any_expert(name)]
         outputs: list[TensorPlan] = []
         for hf_name, hf_shape in shapes.items():
-            outputs += stored_plans(TensorPlan(hf_name, hf_shape, out_dtype), quantized)
+            outputs += stored_plans(TensorPlan(hf_name, hf_shape, dtype), quantized)
         outputs.sort(key=lambda plan: -plan.dtype.itemsize)
         stacked = isinstance(mapping, StackedExpert)
         parameter = Parameter(
@@ -238,7 +251,7 @@ def _parameters(
             stage,
             expert_number(name),
             shape=(experts, *shape) if stacked else shape,
-            dtype=out_dtype,
+            dtype=dtype,
             sharded=mapping.sharded,
             outputs=tuple(outputs),
             stacked=stacked,

@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -15,8 +15,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from arguments.hf.model import ties_embeddings
-from slime_like.checkpoints.files import read_json, remove_folder, sync_path
+from arguments.hf.quantization import folder_quantization, read_quantization
+from slime_like.checkpoints.files import read_json, sync_path
 from slime_like.checkpoints.folders import check_replaceable
+from slime_like.checkpoints.replacement import (
+    discard,
+    folder_to_replace,
+    new_folder,
+    replace_folder,
+)
 from slime_like.data.tokenizer import VOCABULARY_FILES
 from slime_like.distributed.collectives import from_rank_zero, gather, is_rank_zero, together
 from slime_like.errors import RunError
@@ -24,10 +31,10 @@ from slime_like.weights.export_plan import TensorPlan
 from slime_like.weights.families import LM_HEAD
 from slime_like.weights.gather import WeightStream
 from slime_like.weights.parameter_map import SCORE
+from slime_like.weights.quantized import find_quantized_weights
 from slime_like.weights.safetensors_reader import WeightFiles, file_names
 from slime_like.weights.safetensors_writer import (
     ShardPlan,
-    is_quantized,
     main_dtype,
     save_tensors,
     write_index,
@@ -85,12 +92,13 @@ def save_hf(
     """
     target = Path(folder)
     source = Path(config_source_folder)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.new")
+    temporary: Path | None = None
     rank_zero = is_rank_zero()
     writes = rank_zero or every_rank
     weights = stream
 
     def write() -> list[SavedPart]:
+        assert temporary is not None
         try:
             with _as_saving_errors():
                 local = with_duplicates(weights, duplicates or {}, source)
@@ -101,8 +109,7 @@ def save_hf(
                 pass
 
     try:
-        prepare = _as_saving_errors()(_make_temporary)
-        temporary = from_rank_zero(lambda: prepare(temporary, target, source))
+        temporary = from_rank_zero(lambda: _as_saving_errors()(_make_temporary)(target, source))
         if isinstance(stream, WeightStream):
             is_large = sum(planned.nbytes for planned in stream.plan) > max_shard_bytes
             every_rank = is_large and all(gather(temporary.is_dir()))
@@ -113,8 +120,8 @@ def save_hf(
         parts = list(chain(*gather(together(write))))
         from_rank_zero(lambda: _as_saving_errors()(_finish)(temporary, target, source, parts))
     finally:
-        if rank_zero:
-            shutil.rmtree(temporary, ignore_errors=True)
+        if rank_zero and temporary is not None:
+            discard(temporary)
 
 
 def with_duplicates(
@@ -147,34 +154,32 @@ def write_hf(
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
 ) -> None:
     """Like `save_hf`, by this process alone, which has all of `stream`."""
-    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.new")
+    temporary = _make_temporary(folder, source)
     try:
-        _make_temporary(temporary, folder, source)
         _finish(temporary, folder, source, _write_parts(temporary, stream, max_shard_bytes))
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        discard(temporary)
 
 
-def _make_temporary(temporary: Path, folder: Path, source: Path) -> Path:
+def _make_temporary(folder: Path, source: Path) -> Path:
     check_folders(folder, source)
-    temporary.mkdir(parents=True)
-    return temporary
+    return new_folder(folder)
 
 
 def _finish(temporary: Path, folder: Path, source: Path, parts: Sequence[SavedPart]) -> None:
-    """Rename the parts, now that their number is known, and complete the folder."""
+    """Rename the parts, now that their number is known, complete the folder and rename it."""
     shards = [
         ShardPlan(name, part.tensors)
         for name, part in zip(file_names(len(parts)), parts, strict=True)
     ]
     for shard, part in zip(shards, parts, strict=True):
         (temporary / part.file_name).rename(temporary / shard.file_name)
-    complete_folder(temporary, folder, source, shards)
+    complete_folder(temporary, source, shards)
+    replace_folder(temporary, folder)
 
 
 def complete_folder(
     temporary: Path,
-    folder: Path,
     source: Path,
     shards: Sequence[ShardPlan],
     *,
@@ -188,21 +193,21 @@ def complete_folder(
         quantization: See `finish_folder`.
     """
     write_index(temporary, shards)
-    names = {tensor.name for tensor in chain.from_iterable(shard.tensors for shard in shards)}
+    tensors = {plan.name: plan for shard in shards for plan in shard.tensors}
+    form = read_quantization(quantization) or folder_quantization(str(source))
+    quantized = form is not None and find_quantized_weights(tensors, form, str(source))
     finish_folder(
         temporary,
-        folder,
         source,
-        dtype=None if is_quantized(shards) else main_dtype(shards),
-        value_task=value_task if SCORE in names else None,
-        untied_head=LM_HEAD in names,
+        dtype=None if quantized else main_dtype(tensors.values()),
+        value_task=value_task if SCORE in tensors else None,
+        untied_head=LM_HEAD in tensors,
         quantization=quantization,
     )
 
 
 def finish_folder(
     temporary: Path,
-    folder: Path,
     source: Path,
     *,
     dtype: str | None,
@@ -211,7 +216,7 @@ def finish_folder(
     quantization: Mapping[str, object] | None = None,
 ) -> None:
     """Complete a folder that has the weights: copy the other files, write config.json last, and
-    rename the folder.
+    sync everything.
 
     Args:
         dtype: Of most weights; None: as in the source's config.json, quantised.
@@ -244,7 +249,6 @@ def finish_folder(
     (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     for path in [*temporary.rglob("*"), temporary]:
         sync_path(path)
-    replace_folder(temporary, folder)
 
 
 def _copy_others(source: Path, target: Path) -> None:
@@ -270,6 +274,7 @@ def check_folders(folder: Path, source: Path) -> None:
     """Raise ValueError if `source` has no config.json, or `folder` must not be replaced."""
     if not (source / "config.json").is_file():
         raise ValueError(f"{source} has no config.json to go with the weights")
+    folder_to_replace(folder)  # raises for a link to nothing, and may restore the folder
     if folder.exists() and folder.samefile(source):
         raise ValueError(f"{folder} is the folder that the model came from; save elsewhere")
     check_replaceable(folder, "config.json", "Hugging Face model")
@@ -306,14 +311,3 @@ def _write_parts(
     if pending:
         flush()
     return parts
-
-
-def replace_folder(temporary: Path, folder: Path) -> None:
-    """Rename, moving an earlier save out of the way first and deleting it last."""
-    old = folder.with_name(f".{folder.name}.{os.getpid()}.old")
-    if folder.exists():
-        folder.rename(old)
-    temporary.rename(folder)
-    sync_path(folder.parent)
-    with suppress(OSError):
-        remove_folder(old)

@@ -400,6 +400,18 @@ def named_weights(chunk: MegatronModule) -> Iterator[tuple[str, Tensor]]:
             yield name, buffer
 
 
+def float32_buffers(model_chunks: Sequence[MegatronModule]) -> frozenset[str]:
+    """Canonical names of the weights on this rank that modules name in `float32_buffers`: they stay
+    in float32 in a model in half precision, and so they do in its files."""
+    kept = {
+        id(getattr(module, name))
+        for chunk in model_chunks
+        for module in chunk.modules()
+        for name in getattr(module, "float32_buffers", ())
+    }
+    return frozenset(name for name, tensor in global_parameters(model_chunks) if id(tensor) in kept)
+
+
 def global_parameters(model_chunks: Sequence[MegatronModule]) -> Iterator[tuple[str, Tensor]]:
     """(canonical name with global layer and expert numbers, parameter) of everything on this
     rank."""

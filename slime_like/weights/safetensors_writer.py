@@ -8,7 +8,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 
 import torch
@@ -62,17 +61,12 @@ def plan_shards(tensors: Iterable[TensorPlan], max_shard_bytes: int) -> list[Sha
     ]
 
 
-def is_quantized(shards: Sequence[ShardPlan]) -> bool:
-    """Whether some of the tensors are parts of quantised weights."""
-    tensors = chain.from_iterable(shard.tensors for shard in shards)
-    return any(tensor.dtype not in TORCH_DTYPES.values() for tensor in tensors)
-
-
-def main_dtype(shards: Sequence[ShardPlan]) -> str:
-    """The dtype with the most bytes, under its name in config.json."""
+def main_dtype(tensors: Iterable[TensorPlan]) -> str:
+    """The dtype with the most bytes, under its name in config.json; tables of integers do not
+    count."""
     by_dtype: Counter[torch.dtype] = Counter()
-    for shard in shards:
-        for tensor in shard.tensors:
+    for tensor in tensors:
+        if tensor.dtype in TORCH_DTYPES.values():
             by_dtype[tensor.dtype] += tensor.nbytes
     return str(by_dtype.most_common(1)[0][0]).removeprefix("torch.")
 

@@ -4,7 +4,8 @@ towers: they are copied unchanged when the model is saved."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 
 import torch
@@ -64,26 +65,45 @@ def repeated_tensors(hf: HfModel, mtp_layers: int | None) -> dict[str, str]:
 
 
 def untrained_plans(
-    files: WeightFiles, hf: HfModel, mtp_layers: int | None, *, quantized: bool
+    files: WeightFiles,
+    hf: HfModel,
+    mtp_layers: int | None,
+    *,
+    quantized: bool,
+    dtype: torch.dtype | None = None,
+    kept: Collection[str] = (),
 ) -> list[TensorPlan]:
     """Plans of these weights for saving.
 
     Args:
         mtp_layers: See `untrained_prefixes`.
-        quantized: As the stored tensors of a quantised folder; otherwise as weights in the dtype
-            that config.json names.
+        quantized: As the stored tensors of a quantised folder; otherwise as weights.
+        dtype: Of weights; None: as stored, and that of config.json for those that are quantised in
+            the folder.
+        kept: Tensors of the model that keep their dtype, whatever `dtype` is; so do those of the
+            same names in other layers.
     """
     names = files.stored if quantized else files.names
-    dtype = getattr(torch, hf.dtype or "float32")
+    dequantized = dtype or getattr(torch, hf.dtype or "float32")
+    same = {_within_layer(name) for name in kept}
     plans = []
     for name in sorted(names):
         if not name.startswith(untrained_prefixes(hf, mtp_layers)):
             continue
-        if quantized or name not in files.quantized:
-            plans.append(TensorPlan(name, files.stored[name].shape, files.stored_dtype(name)))
-        else:
-            plans.append(TensorPlan(name, files.shape(name), dtype))
+        if name in files.quantized and not quantized:
+            plans.append(TensorPlan(name, files.shape(name), dequantized))
+            continue
+        own = files.stored_dtype(name)
+        is_weight = name in files.names and name not in files.quantized and own.is_floating_point
+        if is_weight and dtype is not None and _within_layer(name) not in same:
+            own = dtype
+        plans.append(TensorPlan(name, files.stored[name].shape, own))
     return plans
+
+
+def _within_layer(name: str) -> str:
+    """A tensor's name after the number of its layer."""
+    return re.sub(r"^.*?layers\.\d+\.", "", name)
 
 
 def read_untrained(files: WeightFiles, plan: TensorPlan) -> Tensor:
@@ -91,7 +111,7 @@ def read_untrained(files: WeightFiles, plan: TensorPlan) -> Tensor:
         out = torch.empty(plan.shape, dtype=plan.dtype)
         files.read_into(out, plan.name, 0, 0, plan.shape[0])
         return out
-    return files.read_stored(plan.name)
+    return files.read_stored(plan.name).to(plan.dtype)
 
 
 def untrained_weights(

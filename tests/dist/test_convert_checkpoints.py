@@ -3,12 +3,13 @@ and back: bit by bit."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import megatron_patches
 from arguments.hf.model import read_hf_model
@@ -18,6 +19,7 @@ from slime_like.checkpoints.folders import writing_folder
 from slime_like.checkpoints.manifest import MANIFEST, read_manifest
 from slime_like.errors import RunError
 from slime_like.weights.families import model_families
+from tests.dist.convert_worker import stored_weights
 from tests.dist.test_convert import SIZES
 from tests.dist.test_convert_moe import SELECTING
 
@@ -150,3 +152,45 @@ def test_a_conversion_to_bfloat16_keeps_what_training_keeps_in_float32(
     for name, tensor in before.items():
         dtype = torch.float32 if name.endswith(SELECTING) else torch.bfloat16
         assert after[name].dtype == dtype and torch.equal(after[name], tensor.to(dtype)), name
+
+
+@pytest.mark.parametrize("name", ["DeepseekV32ForCausalLM"])
+def test_a_file_in_bfloat16_keeps_what_training_keeps_in_float32(
+    alone: ParallelLayout, tmp_path: Path, name: str
+) -> None:
+    """From a checkpoint in float32, with what the run does not train, and with integer tables,
+    which do not make a folder a quantised one."""
+    model, output = tmp_path / "model", tmp_path / "hf"
+    make_tiny_model(name, model, num_hidden_layers=4)
+    weights = stored_weights(str(model))
+    for n, tensor in weights.items():
+        weights[n] = tensor + 1e-3 if tensor.is_floating_point() else tensor
+    save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
+    (model / "model.safetensors.index.json").unlink(missing_ok=True)
+    hf = read_hf_model(str(model))
+    settings = conversion_layout(hf)
+    half = MetaNetwork(hf, settings, alone, torch.bfloat16)
+    kept = {
+        plan.name
+        for parameter in half.hf_export(hf, None, 2**20).parameters
+        for plan in parameter.outputs
+        if plan.dtype == torch.float32
+    }
+    assert kept
+    full = MetaNetwork(hf, settings, alone)
+    done = convert_to_megatron(full, str(model), str(tmp_path / "ck"), workers=1)
+    source = NetworkSource(
+        MetaNetwork(hf, settings, alone), done.folder / "policy", str(model), torch.bfloat16
+    )
+    convert_to_hf(source, str(model), str(output), checkpoint=done.folder, max_shard_bytes=10**8)
+    after = stored_weights(str(output))
+    assert after.keys() == weights.keys()
+    endings = tuple(each.partition("layers.")[2].partition(".")[2] for each in kept)
+    assert all(endings)
+    for n, tensor in weights.items():
+        dtype = torch.float32 if n.endswith(endings) else torch.bfloat16
+        dtype = dtype if tensor.is_floating_point() else tensor.dtype
+        assert after[n].dtype == dtype and torch.equal(after[n], tensor.to(dtype)), n
+    assert compare_bits(source, str(output)) == len(full.parameters)
+    config = json.loads((output / "config.json").read_text())
+    assert config.get("dtype", config.get("torch_dtype")) == "bfloat16"

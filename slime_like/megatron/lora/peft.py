@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import shutil
 from pathlib import Path
 
 import torch
@@ -24,12 +22,12 @@ from arguments.hf.peft_adapter import (
 )
 from slime_like.checkpoints.files import sync_path
 from slime_like.checkpoints.folders import check_replaceable
+from slime_like.checkpoints.replacement import folder_to_replace, replacing
 from slime_like.distributed.collectives import from_rank_zero, together
 from slime_like.megatron.lora.gather import gather_factors, set_factors
 from slime_like.megatron.lora.network import LoraNetwork
 from slime_like.megatron.lora.targets import peft_name
 from slime_like.weights.families import EMBEDDING, LM_HEAD, model_families
-from slime_like.weights.hf_save import replace_folder
 from slime_like.weights.mappings import VocabParallel
 from slime_like.weights.safetensors_reader import WeightFiles, listed
 from slime_like.weights.safetensors_writer import save_tensors
@@ -86,19 +84,13 @@ def _write(
     tensors: dict[str, Tensor],
     metadata: dict[str, str],
 ) -> None:
+    folder_to_replace(folder)  # which may restore it
     check_replaceable(folder, ADAPTER_CONFIG, "adapter")
-    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.new")
-    temporary.mkdir(parents=True)
-    try:
-        save_tensors(temporary / ADAPTER_WEIGHTS, tensors, metadata)
-        (temporary / ADAPTER_CONFIG).write_text(
-            json.dumps(config, indent=2) + "\n", encoding="utf-8"
-        )
-        for path in [*temporary.iterdir(), temporary]:
+    with replacing(folder) as new:
+        save_tensors(new / ADAPTER_WEIGHTS, tensors, metadata)
+        (new / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        for path in [*new.iterdir(), new]:
             sync_path(path)
-        replace_folder(temporary, folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _check_config(folder: str, adapter: PeftAdapter, network: LoraNetwork) -> None:

@@ -9,12 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
 from scripts.make_tiny_model import make_tiny_model
+from slime_like.checkpoints.lock import this_process
+from slime_like.checkpoints.replacement import OWNER, new_folder, replace_folder
 from slime_like.cli.tiny_model import make_tokenizer
 from slime_like.tinker.sampler import is_tied
-from slime_like.weights.hf_save import finish_folder
+from slime_like.weights.hf_save import finish_folder, save_hf
 
 CODE = '''
 from transformers import PreTrainedTokenizer
@@ -108,7 +112,8 @@ def test_an_export_has_the_tokenizer_of_its_source(
     (source / "config.json").write_text(json.dumps({"model_type": "qwen2", "architectures": ["X"]}))
     for name in ("model.safetensors", "pytorch_model.bin", "optimizer.pt", "notes.txt"):
         (source / name).write_text("large")
-    finish_folder(made, saved, source, dtype="float32")
+    finish_folder(made, source, dtype="float32")
+    replace_folder(made, saved)
     wanted, found = load(source), load(saved)
     assert type(found).__name__ == type(wanted).__name__
     assert found.get_vocab() == wanted.get_vocab() and len(found) > 1
@@ -127,7 +132,8 @@ def test_templates_of_the_export_are_there(tmp_path: Path) -> None:
     made.mkdir()
     several_templates(source)
     (source / "config.json").write_text("{}")
-    finish_folder(made, tmp_path / "saved", source, dtype=None)
+    finish_folder(made, source, dtype=None)
+    replace_folder(made, tmp_path / "saved")
     found = load(tmp_path / "saved")
     assert isinstance(found, PreTrainedTokenizerFast)
     assert set(found.chat_template) == {"default", "tool_use", "rag"}
@@ -143,6 +149,47 @@ def test_an_output_layer_of_its_own_is_told_of_families_that_tie_by_default(tmp_
     assert is_tied(str(source))
     made = tmp_path / "made"
     made.mkdir()
-    finish_folder(made, tmp_path / "saved", source, dtype=None, untied_head=True)
+    finish_folder(made, source, dtype=None, untied_head=True)
+    replace_folder(made, tmp_path / "saved")
     assert not is_tied(str(tmp_path / "saved"))
     assert AutoConfig.from_pretrained(tmp_path / "saved").tie_word_embeddings is False
+
+
+def saved_config(source: Path, target: Path, config: object, **tensors: Tensor) -> dict[str, Any]:
+    source.mkdir(exist_ok=True)
+    (source / "config.json").write_text(json.dumps(config))
+    save_hf(str(target), iter(tensors.items()), str(source))
+    found: dict[str, Any] = json.loads((target / "config.json").read_text())
+    return found
+
+
+def test_a_table_of_integers_does_not_make_a_folder_quantised(tmp_path: Path) -> None:
+    config = {
+        "architectures": ["X"],
+        "dtype": "float32",
+        "quantization_config": {"quant_method": "fp8", "weight_block_size": [2, 2]},
+    }
+    names = {"w": torch.ones(2, 2, dtype=torch.bfloat16), "table": torch.ones(9, dtype=torch.int64)}
+    found = saved_config(tmp_path / "source", tmp_path / "plain", config, **names)
+    assert found == {"architectures": ["X"], "dtype": "bfloat16"}
+    names = {
+        "a.weight": torch.ones(2, 2).to(torch.float8_e4m3fn),
+        "a.weight_scale_inv": torch.ones(1, 1),
+        "table": torch.ones(9, dtype=torch.int64),
+    }
+    found = saved_config(tmp_path / "source", tmp_path / "quantised", config, **names)
+    assert found == config
+
+
+def test_saving_after_kills_and_to_links(tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "saved"
+    config = {"architectures": ["X"]}
+    (tmp_path / "elsewhere").mkdir()
+    target.symlink_to(tmp_path / "elsewhere")
+    work = new_folder(target).parent
+    (work / OWNER).write_text(json.dumps({**this_process(), "start_ticks": 1}))
+    assert saved_config(source, target, config, w=torch.ones(2))["dtype"] == "float32"
+    assert target.is_symlink() and not work.exists()
+    (tmp_path / "elsewhere").rename(tmp_path / "gone")
+    with pytest.raises(ValueError, match="is a symbolic link to"):
+        saved_config(source, target, config, w=torch.ones(2))
