@@ -1,5 +1,6 @@
 """The evaluation sets of a run: pairs on the command line (--eval-prompt-data), standard sets by
-name (--eval-sets), or a YAML file with settings for each set (--eval-config).
+name (--eval-sets), or a YAML file with settings for each set (--eval-config, in place of the
+pairs).
 
     eval:
       defaults: {n_samples_per_eval_prompt: 4, temperature: 0.6}
@@ -171,21 +172,28 @@ def _without_range(spec: str) -> str:
     return path if at and bounds.endswith("]") else spec
 
 
+def setting_of(eval_set: EvalSet, config: EvalConfig) -> str:
+    """The setting that names an evaluation set."""
+    standard = {given.partition("=")[0].partition("@")[0] for given in config.eval_sets or ()}
+    if eval_set.set is not None and eval_set.name in standard:
+        return "eval_sets"
+    return "eval_prompt_data" if config.eval_config is None else "eval_config"
+
+
 def eval_sets_of(config: EvalConfig) -> tuple[tuple[EvalSet, ...], list[Problem]]:
-    """The evaluation sets of the run, and the problems of the file and of --eval-sets."""
+    """The evaluation sets of the run, those of --eval-sets last, and what is wrong with them."""
     standard, problems = standard_eval_sets(config)
     if config.eval_config is None:
         return (*command_line_sets(config), *standard), problems
     try:
         content = load_yaml(Path(config.eval_config).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        return (), [
-            Problem(FLAG, config.eval_config, f"cannot be read: {' '.join(str(error).split())}")
-        ]
+        message = f"cannot be read: {' '.join(str(error).split())}"
+        return standard, [*problems, Problem(FLAG, config.eval_config, message)]
     try:
-        return _sets(content, _from_flags(config)), []
+        return (*_sets(content, _from_flags(config)), *standard), problems
     except ValueError as error:
-        return (), [Problem(FLAG, config.eval_config, str(error))]
+        return standard, [*problems, Problem(FLAG, config.eval_config, str(error))]
 
 
 def _sets(content: object, flags: Mapping[str, object]) -> tuple[EvalSet, ...]:

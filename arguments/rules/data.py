@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from arguments.eval_sets import EvalSet
+from arguments.eval_sets import EvalSet, setting_of
 from arguments.hf.hub import download_hint
 from arguments.prompt_mix import MixSource, is_mix
 from arguments.rules.base import TASK_PREFIX, Rule, Settings, problem
@@ -140,9 +140,7 @@ def _flag_of(eval_set: EvalSet, s: Settings) -> str:
     """The setting that names an evaluation set."""
     if any(source.eval_path and source.name == eval_set.name for source in s.prompt_sources):
         return "prompt_data"
-    if eval_set.set is not None and s.eval.eval_config is None:
-        return "eval_sets"
-    return "eval_prompt_data" if s.eval.eval_config is None else "eval_config"
+    return setting_of(eval_set, s.eval)
 
 
 def check_images(s: Settings) -> list[Problem]:

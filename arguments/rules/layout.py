@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from arguments.eval_sets import setting_of
 from arguments.megatron_configs import resolve_transformer_impl
 from arguments.rules.base import LayoutSettings, Rule, Settings, problem, reject
 from arguments.rules.pipeline import (
@@ -411,13 +412,14 @@ def check_sequence_lengths(s: Settings) -> list[Problem]:
     if limit is None:
         return []
     eval_lengths = [each.max_response_len for each in s.eval_sets] if s.evaluates else []
-    own_lengths = [length for length in eval_lengths if length is not None]
     responses = {}
     if s.generates or None in eval_lengths:
         responses["rollout_max_response_len"] = s.rollout.rollout_max_response_len
-    if own_lengths:
-        from_file = s.eval.eval_config is not None
-        responses["eval_config" if from_file else "eval_max_response_len"] = max(own_lengths)
+    for each in s.eval_sets if s.evaluates else ():
+        if each.max_response_len is not None:
+            from_file = setting_of(each, s.eval) == "eval_config"
+            name = "eval_config" if from_file else "eval_max_response_len"
+            responses[name] = max(responses.get(name, 0), each.max_response_len)
     message = f"exceeds the {limit} positions of the network (--max-position-embeddings)"
     if prompt > 1:
         message = f"with --rollout-max-prompt-len {prompt} it {message}"

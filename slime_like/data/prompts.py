@@ -344,7 +344,7 @@ def load_eval_sets(
     data: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
     *,
-    flag: str = "--eval-prompt-data",
+    flag_of: Callable[[EvalSet], str] = lambda eval_set: "--eval-prompt-data",
     answer_check: AnswerCheck | None = None,
     room_of: Callable[[EvalSet], Room] = lambda eval_set: ANY_LENGTH,
     raw_messages: bool = False,
@@ -358,6 +358,7 @@ def load_eval_sets(
     --rollout-max-prompt-len, are dropped. Raises ValueError like `PromptSource`.
 
     Args:
+        flag_of: Names a set's flag in errors.
         answer_check: Of the run's reward, for sets without their own; a set with its own function
             accepts every row.
         room_of: Limits for prompt lengths.
@@ -368,6 +369,7 @@ def load_eval_sets(
     notes: list[str] = []
     first = 0
     for eval_set in eval_sets:
+        flag = flag_of(eval_set)
         keys = RowKeys("prompt", "label", "metadata")
         if eval_set.set is None:
             keys = RowKeys.of(

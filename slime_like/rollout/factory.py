@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from arguments.eval_sets import EvalSet
+from arguments.eval_sets import EvalSet, setting_of
 from arguments.function_args import function_args
 from arguments.prompt_mix import MixSource
 from arguments.run_config import RunConfig
+from slime_like.config import flag_name
 from slime_like.data.prompt_format import Room
 from slime_like.data.prompt_mix import MixedRows, PromptMix
 from slime_like.data.prompts import PromptSource, PromptStream, load_eval_sets
@@ -33,7 +34,6 @@ def load_prompts(
     ValueError naming file and row."""
     if config.eval.eval_interval is None or config.debug.debug_train_only:
         return {}, []
-    flag = "--eval-config" if config.eval.eval_config is not None else "--eval-prompt-data"
     check = answer_check(
         config.reward.rm_type,
         config.reward.custom_rm_path,
@@ -50,7 +50,7 @@ def load_prompts(
         config.eval_sets,
         config.data,
         tokenizer,
-        flag=flag,
+        flag_of=lambda eval_set: flag_name(setting_of(eval_set, config.eval)),
         answer_check=check,
         room_of=room,
         raw_messages=config.scheduling.renders_prompts,

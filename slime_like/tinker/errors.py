@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from slime_like.errors import RunError
+
 
 class Refused(ValueError):
     """A well-formed request that is invalid or unsupported; the client must change it. Its future
@@ -21,6 +23,10 @@ class Failed(RuntimeError):
         super().__init__(message)
         self.broken = broken
         self.common = common
+
+
+class ServersFailed(RunError):
+    """The engine's servers are at fault, or the weights on them: whatever is sampled fails."""
 
 
 class HttpError(Exception):

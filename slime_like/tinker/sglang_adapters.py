@@ -71,6 +71,8 @@ class ServedAdapters:
         self._names: OrderedDict[str, str] = OrderedDict()  # by folder
         # what each server has, and its eviction count at that time: it may have restarted since
         self._held: dict[Worker, tuple[int, set[str]]] = {}
+        # and what it may have: all that it was asked to load, until it is known to be unloaded
+        self._maybe_held: dict[Worker, set[str]] = {}
 
     def hold(self, folders: Sequence[str]) -> dict[str, str]:
         """Load what servers lack of these; returns the names for requests, by folder. A server that
@@ -101,7 +103,7 @@ class ServedAdapters:
         """Leave servers of others as they were started."""
         if not self._others:
             return
-        for name in self._names.values():
+        for name in sorted(set().union(*self._maybe_held.values())):
             self._unload(name)
         self._names.clear()
         tell = ServerCall(
@@ -126,6 +128,7 @@ class ServedAdapters:
         for folder, name in names.items():
             if name not in held:
                 call = self._pool.api.adapter_folder(name, Path(folder).absolute())
+                self._maybe_held.setdefault(worker, set()).add(name)
                 try:
                     self._pool.post(worker, call, timeout_s=self._timeout_s)
                 except RequestFailed as failure:
@@ -134,13 +137,19 @@ class ServedAdapters:
                 held.add(name)
 
     def _unload(self, name: str) -> None:
+        """From every server that may have it."""
         call = self._pool.api.unload_adapter(name)
         limit = min(CONTROL_S, self._pool.health.timeout_s)
-        for worker, (_, held) in self._held.items():
-            if name in held:
-                held.discard(name)
-                try:
-                    self._pool.post(worker, call, timeout_s=limit)
-                except RequestFailed as failure:
+        for worker, maybe_held in self._maybe_held.items():
+            if name not in maybe_held:
+                continue
+            if worker in self._held:
+                self._held[worker][1].discard(name)
+            try:
+                self._pool.post(worker, call, timeout_s=limit)
+            except RequestFailed as failure:
+                if name not in str(failure):  # which names it as unknown
                     if worker.alive:
                         logger.warning(f"an adapter stays on the engine {worker.url}: {failure}")
+                    continue
+            maybe_held.discard(name)

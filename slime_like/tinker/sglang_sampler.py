@@ -30,11 +30,12 @@ from slime_like.servers.server_pool import ServerPool
 from slime_like.servers.weight_spec import checkpoint_shapes
 from slime_like.sglang.protocol import read_scores, scoring_body
 from slime_like.tinker.base_model import NO_UNMERGED, NO_WHOLE
-from slime_like.tinker.errors import Refused
+from slime_like.tinker.errors import Refused, ServersFailed
 from slime_like.tinker.sampler import PromptSamples, SampleCommand, is_tied, plain_output, with_nan
 from slime_like.tinker.sglang_adapters import ServedAdapters
 from slime_like.tinker.sglang_snapshots import SnapshotTransport
 
+NO_ENGINE = "no_engine"
 ATTEMPTS = 3  # attempts to update the servers; every failed one costs a server
 NO_SEED = (
     "seed requires deterministic SGLang servers: start them with "
@@ -84,7 +85,8 @@ class SglangSampler:
 
     def sample(self, folder: str, command: SampleCommand) -> list[PromptSamples]:
         """Samples of each prompt, on rank 0. On all ranks, raises Refused for top-k log-probs and
-        for seeds without effect, RunError if the servers do not respond properly."""
+        for seeds without effect, ServersFailed if all samples would fail, RunError if one
+        was aborted or is invalid."""
         if command.top_k_prompt or command.top_k_sample:
             raise Refused(NO_TOP_K)
         if command.scores_rows:
@@ -98,7 +100,10 @@ class SglangSampler:
             raise Refused(f"this sampling session has a whole model: {NO_WHOLE}")
         if not self._engine.takes_adapter and any(command.adapters):
             raise Refused(f"this sampling session has an adapter {NO_UNMERGED}")
-        self._load(folder)
+        try:
+            self._load(folder)
+        except RunError as error:
+            raise ServersFailed(str(error)) from error
         return on_rank_zero(lambda: self._sample_with_adapters(command)) or []
 
     def close(self) -> None:
@@ -156,7 +161,7 @@ class SglangSampler:
                 raise RunError(f"a sample was aborted: {output.failure}")
             versions = set(output.weight_versions)
             if versions != {self._version}:
-                raise RunError(
+                raise ServersFailed(
                     f"a sample has weight version {versions}, not {self._version}; does another "
                     "run use the server?"
                 )
@@ -165,6 +170,8 @@ class SglangSampler:
             try:
                 scored = asyncio.run(self._score_all(command))
             except (RequestFailed, InvalidResponse) as failure:
+                if isinstance(failure, RequestFailed) and failure.kind == NO_ENGINE:
+                    raise ServersFailed(str(failure)) from failure
                 raise RunError(str(failure)) from failure
             scores = [with_nan(each) for each in scored]
         samples = {
@@ -200,7 +207,7 @@ class SglangSampler:
             ready = self._engine.pool.ready()
             if not ready:
                 message = "no engine with the snapshot's weights is left"
-                raise RequestFailed("no_engine", message, retryable=False)
+                raise RequestFailed(NO_ENGINE, message, retryable=False)
             url = ready[(first + number) % len(ready)].url
             rid = f"prompt-{first}-{number}-{self._version}"
             body = scoring_body(prompt, rid)

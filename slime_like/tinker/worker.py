@@ -30,7 +30,7 @@ from slime_like.megatron.init import device_of_this_process
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.metrics.startup import Say
 from slime_like.tinker import codec
-from slime_like.tinker.errors import Failed, Refused
+from slime_like.tinker.errors import Failed, Refused, ServersFailed
 from slime_like.tinker.factory import make_model_host
 from slime_like.tinker.fingerprint import fingerprint_of
 from slime_like.tinker.worker_backend import ModelHost
@@ -131,7 +131,7 @@ class ModelWorker:
         local: CommandOutcome = {
             "error": None if error is None else error_message(error),
             "user": error is None or is_user_error(error),
-            "common": isinstance(error, RunError),  # of the engine's servers
+            "common": is_common(error),
             "lost": self.layout.world_size > 1 and error is not None and looks_lost(error),
             "stage": self.host.stage,
         }
@@ -226,6 +226,11 @@ class ModelWorker:
 
 def is_user_error(error: BaseException | None) -> bool:
     return isinstance(error, Refused | ValueError | OSError)
+
+
+def is_common(error: BaseException | None) -> bool:
+    """See `Failed`."""
+    return isinstance(error, ServersFailed)
 
 
 def failed_only(outcomes: Mapping[int, CommandOutcome]) -> dict[int, CommandOutcome]:

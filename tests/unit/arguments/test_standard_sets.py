@@ -57,6 +57,20 @@ datasets:
     assert (mine.set, mine.label_key) == (None, "label")
 
 
+def test_by_name_beside_a_file(tmp_path: Path, gsm8k: Path) -> None:
+    """Both are evaluated, and every mistake is said with its own flag."""
+    row = '{name: mine, path: "{folder}/prompts.jsonl", label_key: label}'
+    flags = in_file(tmp_path, f"datasets: [{row}]")
+    named = f"{flags} --eval-sets gsm8k={gsm8k}"
+    mine, standard = parse_flags(tmp_path, named).eval_sets
+    assert (mine.name, mine.set, standard.name, standard.set) == ("mine", None, "gsm8k", "gsm8k")
+    (problem,) = problems_of_flags(tmp_path, f"{named} gsm9k")
+    assert problem.flag == "--eval-sets" and "'gsm9k'" in problem.message
+    twice = in_file(tmp_path, f"datasets: [{row}, {{set: gsm9k}}]")
+    both = problems_of_flags(tmp_path, f"{twice} --eval-sets gsm8k=none")
+    assert {p.flag for p in both} == {"--eval-sets", "--eval-config"}
+
+
 def test_what_a_package_carries_needs_no_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

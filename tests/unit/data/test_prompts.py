@@ -686,4 +686,9 @@ def test_an_evaluation_set_has_its_own_reward_template_and_limit(chat_tokenizer,
     with pytest.raises(
         ValueError, match=rf"^a's max_prompt_len 2: every prompt of --eval-config {path} "
     ):
-        load_eval_sets([none], DataConfig(label_key="label"), chat_tokenizer, flag="--eval-config")
+        load_eval_sets(
+            [none],
+            DataConfig(label_key="label"),
+            chat_tokenizer,
+            flag_of=lambda each: "--eval-config",
+        )

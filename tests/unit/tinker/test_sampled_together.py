@@ -7,12 +7,19 @@ import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from slime_like.engines.base import GenerateOutput
+from slime_like.tinker import sglang_sampler
 from slime_like.tinker.base_model import BaseModel
 from slime_like.tinker.errors import Failed, Refused
+from slime_like.tinker.sampler import SampleCommand
+from slime_like.tinker.sglang_sampler import SglangSampler
+from slime_like.tinker.worker import ModelWorker
+from slime_like.tinker.worker_rpc import value_of
 from tests.api_in_process import Api, workers
 
 ANY = {"max_tokens": 1}
@@ -163,6 +170,81 @@ def test_a_fault_of_the_servers_is_everybodys_at_once(
     assert len(held.commands) == gone_after + 1
     said = [record for record in caplog.records if "no engine is left" in record.message]
     assert len(said) == 1
+
+
+class ServersOfOne:
+    """An engine of servers that samples, except for prompts with a bad adapter."""
+
+    pool = None
+    takes_adapter = True
+    weight_version = 0
+
+    def __init__(self) -> None:
+        self.bad = ""
+        self.version = 1  # of its samples
+        self.calls = 0
+
+    def check_health(self) -> None:
+        pass
+
+    def update_weights(self, shapes: Any, version: int) -> None:
+        self.weight_version = version
+
+    def generate(self, requests: Any, sampling: Any) -> list[GenerateOutput]:
+        self.calls += 1
+        return [
+            GenerateOutput(request.sample_id, (), (), "abort", (), failure="status 400: no")
+            if request.adapter == self.bad
+            else GenerateOutput(request.sample_id, (7,), (-0.5,), "stop", (self.version,))
+            for request in requests
+        ]
+
+    # of adapters: each has its folder for a name
+    def hold(self, folders: list[str]) -> dict[str, str]:
+        return {folder: folder for folder in folders}
+
+    def forget(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("fault", ["one sample", "all versions"])
+def test_an_aborted_sample_on_servers_is_no_error_of_others(
+    unmerged: Api, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """Of `SglangSampler`, by way of the workers' loop. Servers with wrong weights are a fault for
+    everybody."""
+    monkeypatch.setattr(sglang_sampler, "is_tied", lambda folder: True)
+    monkeypatch.setattr(sglang_sampler, "meta_weights", lambda folder: {})
+    good, bad = samplers_of(unmerged, [4, 4])
+    engine: Any = ServersOfOne()
+    sampler = SglangSampler(engine, None, None, "/m", engine)  # type: ignore[arg-type]
+
+    def execute(command: dict[str, Any]) -> Any:
+        named = {name: value for name, value in command.items() if name not in ("op", "folder")}
+        return sampler.sample(command["folder"], SampleCommand.from_plain(**named))
+
+    layout = SimpleNamespace(rank=0, world_size=1)
+    host = SimpleNamespace(execute=execute, stage=0)
+    worker = ModelWorker(host, layout)  # type: ignore[arg-type]
+    held = hold(unmerged)
+
+    async def call(id: str, command: dict[str, Any]) -> Any:
+        if command["op"] != "sample":
+            return await held(id, command)
+        return value_of(worker.execute(command))
+
+    unmerged.service.operations.call = call
+    (engine.bad,) = folders(unmerged, [bad])
+    engine.version = 1 if fault == "one sample" else 9
+    futures = [ask(unmerged, good), ask(unmerged, bad), ask(unmerged, good, 2)]
+    held.go.set()
+    first, second, third = (answer(unmerged, future) for future in futures)
+    if fault == "one sample":
+        assert first is None and third is None
+        aborted = "a sample was aborted: status 400: no"
+        assert second == {"error": aborted, "category": "server"}
+    else:
+        assert first == third and "version {9}, not 1" in first["error"]
 
 
 def test_samples_that_nobody_waits_for_are_not_drawn(unmerged: Api) -> None:
