@@ -60,8 +60,8 @@ FACTS: Mapping[str, tuple[Callable[[Settings], bool], str]] = {
     ),
     "@experts": (lambda s: bool(s.core.get("num_moe_experts")), "experts in the network"),
     "@indexer": (
-        lambda s: bool(s.core.get("index_topk")),
-        "a network whose indexers select keys (DeepSeek-V3.2, GLM-5, Qwen3.8-Flash-Next)",
+        lambda s: bool(s.core.get("index_topk") or any(s.core.get("entry_selection") or ())),
+        "a network with indexers (DeepSeek-V3.2, V4, GLM-5, Qwen3.8-Flash-Next)",
     ),
     "@cuda": (lambda s: s.machine.cuda, "a CUDA device"),
     "@transformer_engine": (

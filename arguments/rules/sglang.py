@@ -312,8 +312,8 @@ def check_indexer_replay(s: Settings) -> list[Problem]:
     name = "use_rollout_indexer_replay"
     if s.core.get("index_pool", 1) > 1 or not s.core.get("multi_latent_attention"):
         message = (
-            "not supported with --rollout-engine sglang for this model: SGLang 0.5.23 reports the "
-            "keys of DeepSeek-V3.2, GLM-5, 5.1 and 5.2; use --rollout-engine local, or remove it"
+            "not supported with --rollout-engine sglang for this model: servers report keys of "
+            "DeepSeek-V3.2, GLM-5, 5.1 and 5.2; use --rollout-engine local, or remove it"
         )
         return problem(name, None, message)
     gpus = s.sglang.rollout_num_gpus_per_engine

@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from arguments.hf.indexers import indexer_layers
+from arguments.hf.indexers import indexer_layers, selection_width, tokens_of_entry
 from arguments.hf.moe import moe_layers
 from slime_like.batching.step_plan import DataParallelAssignment, StepPlan
 from slime_like.distributed.collectives import gather, together
 from slime_like.samples.exchange import deliver_samples, make_sharing
 from slime_like.samples.index import AnySample, RemoteSample
-from slime_like.samples.indexer_topk import most_keys, unknown_keys
+from slime_like.samples.indexer_topk import unknown_keys
 from slime_like.types import Sample, SampleStatus
 
 if TYPE_CHECKING:
@@ -117,8 +117,12 @@ class SampleDelivery:
             sizes = {"topk": config.moe_router_topk, "experts": config.num_moe_experts}
             samples = with_routed_experts(samples, layers=layers, **sizes)
         if "indexer_topk" in self._replayed:
-            width = most_keys(config.index_topk, config.index_pool)
-            samples = with_selected_keys(samples, indexers=sum(indexer_layers(config)), width=width)
+            samples = with_selected_keys(
+                samples,
+                indexers=sum(indexer_layers(config)),
+                width=selection_width(config),
+                tokens=tokens_of_entry(config),
+            )
         return samples
 
 
@@ -151,24 +155,27 @@ def with_routed_experts(
 
 
 def with_selected_keys(
-    samples: Sequence[AnySample], *, indexers: int, width: int
+    samples: Sequence[AnySample], *, indexers: int, width: int, tokens: int = 1
 ) -> list[AnySample]:
     """As `with_routed_experts`, for the keys that indexers selected (samples/indexer_topk.py).
 
     Args:
         indexers: Number of layers that have one.
         width: K, the most keys that a query attends to.
+        tokens: Of a key: several of a compressed entry.
 
     Raises:
         ValueError: Names a sample without them, or with a key that a query does not see.
     """
     return [
-        replace(s, indexer_topk=_checked_keys(s, indexers, width)) if isinstance(s, Sample) else s
+        replace(s, indexer_topk=_checked_keys(s, indexers, width, tokens))
+        if isinstance(s, Sample)
+        else s
         for s in samples
     ]
 
 
-def _checked_keys(sample: Sample, indexers: int, width: int) -> Tensor:
+def _checked_keys(sample: Sample, indexers: int, width: int, tokens: int) -> Tensor:
     """[max(0, L - K), indexers, K] int32."""
     flag = f"--use-rollout-indexer-replay: the selected keys of sample {sample.sample_id}"
     unknown = unknown_keys(sample.total_length, indexers, width)
@@ -185,8 +192,8 @@ def _checked_keys(sample: Sample, indexers: int, width: int) -> Tensor:
             f"{flag} are {tuple(found.shape)}; expected (tokens after the first {width}, indexers, "
             f"keys) = {tuple(unknown.shape)}"
         )
-    own = width + torch.arange(len(found)).view(-1, 1, 1)
-    if bool(((found < -1) | (found > own)).any()):
+    seen = (width + 1 + torch.arange(len(found)).view(-1, 1, 1)) // tokens
+    if bool(((found < -1) | (found >= seen)).any()):
         raise ValueError(
             f"{flag} are not all positions from -1 to that of the query: {int(found.min())} to "
             f"{int(found.max())}, of {sample.total_length} tokens"

@@ -12,11 +12,12 @@ from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from arguments.hf.indexers import SparseNetwork, indexer_layers
-from slime_like.megatron.ops.far_rows import FarRows
+from arguments.hf.indexers import indexer_layers
+from slime_like.megatron.ops.attention import PackedRows
 from slime_like.megatron.ops.key_indexer import KeyIndexer
 from slime_like.types import TrainSample
 
@@ -40,7 +41,7 @@ def begin_indexers(chunks: Iterable[torch.nn.Module]) -> None:
 
 
 def select_stage_keys(
-    indexer_topk: Tensor, chunks: Iterable[torch.nn.Module], config: SparseNetwork
+    indexer_topk: Tensor, chunks: Iterable[torch.nn.Module], config: TransformerConfig
 ) -> Tensor:
     """Select this stage's layers, in the order of this rank's indexers, from a record of all."""
     indexed = indexer_layers(config)
@@ -49,17 +50,30 @@ def select_stage_keys(
 
 
 def replayed_keys(
-    far: FarRows, seq_ids: Tensor, samples: Sequence[TrainSample], *, pinned: bool
+    packed: PackedRows,
+    seq_ids: Tensor,
+    samples: Sequence[TrainSample],
+    *,
+    pinned: bool,
+    tokens: int = 1,
 ) -> dict[int, Tensor]:
-    """The record of each indexer of this rank, [F, K] int32 for the far queries of its rows, -1
-    where it is unknown; nothing if a sample has none.
+    """The record of each indexer of this rank, -1 where it is unknown; nothing if a sample has
+    none. [F, K] int32 for the far queries of its rows, or [T, K] for all of them where entries are
+    selected (ops/compressed_attention.py).
 
     Args:
-        far: On the host.
+        packed: On the host.
         seq_ids: [T], of this rank's rows.
         samples: The sequences.
         pinned: Whether a GPU will read it.
+        tokens: Of what an indexer selects: of an entry, or 1 of keys.
     """
+    if packed.far is not None:
+        places, sequences = packed.far.places, seq_ids[packed.far.queries]
+    elif packed.entries is not None:
+        places, sequences = packed.entries.places, seq_ids
+    else:
+        return {}
     records = [s.indexer_topk for s in samples if s.indexer_topk is not None]
     if len(records) < len(samples):
         return {}
@@ -67,11 +81,12 @@ def replayed_keys(
     firsts = counts.cumsum(0) - counts
     table = torch.cat(records)
     indexers, width = table.shape[1:]
-    sequences = seq_ids[far.queries]
     is_sample = sequences < len(samples)  # the last one may be padding, as the ends of sequences
     sequences = sequences.where(is_sample, 0)
-    rows = far.places - width
-    known = (is_sample & (rows < counts[sequences])).nonzero().squeeze(1)
+    rows = places - width
+    # a query that sees no more than it selects has no choice, whatever else its micro-batch has
+    choice = (places + 1) // tokens > width
+    known = (is_sample & choice & (rows < counts[sequences])).nonzero().squeeze(1)
     sources = (firsts[sequences] + rows)[known]
     found = {}
     for slot in range(indexers):

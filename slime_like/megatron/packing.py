@@ -20,6 +20,7 @@ import torch.distributed as dist
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from arguments.hf.indexers import tokens_of_entry
 from slime_like.distributed.seqlen_balancing import even_rows, members, pack_by_budget, unit_sums
 from slime_like.images.rows import packed_images
 from slime_like.losses.turns import turns_of
@@ -137,10 +138,13 @@ def pack_groups(
             transformer,
             last_visible=None if batch.images is None else batch.images.last_visible,
         )
-        if batch.packed.far is not None:
-            batch.packed.replayed_keys = replayed_keys(
-                batch.packed.far, batch.seq_ids, group, pinned=device.type == "cuda"
-            )
+        batch.packed.replayed_keys = replayed_keys(
+            batch.packed,
+            batch.seq_ids,
+            group,
+            pinned=device.type == "cuda",
+            tokens=tokens_of_entry(transformer),
+        )
     return [to_device(batch, device) for batch in batches]
 
 

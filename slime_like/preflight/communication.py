@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from arguments.hf.indexers import indexer_layers
+from arguments.hf.indexers import indexer_layers, selection_width
 from arguments.run_config import RunConfig
 from slime_like.megatron.model.hyper_connections import streams_of
 from slime_like.preflight.batches import PlannedBatches
 from slime_like.preflight.memory import RankReport
 from slime_like.preflight.shape import ModelShape
-from slime_like.samples.indexer_topk import most_keys
 
 INDEX_BYTES = 200  # per sample, on all ranks: ids, lengths, reward, status, versions
 # per token: id (int64), mask, log-probs of engine and trainer, advantage, weight (fp32)
@@ -106,7 +105,7 @@ def planes(config: RunConfig, shape: ModelShape, batches: PlannedBatches) -> Pla
     per_sample = batches.mean * per_token
     if config.rollout.use_rollout_indexer_replay:
         transformer = config.megatron.transformer
-        width = most_keys(transformer.index_topk, transformer.index_pool)
+        width = selection_width(transformer)
         with_choice = max(0, batches.mean - width)
         per_sample += with_choice * 4 * sum(indexer_layers(transformer)) * width
     samples = round(number * per_sample)

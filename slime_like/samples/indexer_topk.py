@@ -3,7 +3,8 @@
 A query attends to at most K keys, so those before position K have no choice. The record of n tokens
 therefore has n - K rows, from the query at position K on, and none for a short sequence:
 [max(0, n - K), indexers, K] int32. Keys are positions within the sequence; -1 fills up a row of a
-query with fewer of them, and a row of -1 is unknown.
+query with fewer of them, and a row of -1 is unknown. DeepSeek-V4's indexers select compressed
+entries of several tokens in place of keys, by their number within the sequence.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from arguments.hf.indexers import indexer_layers
+from arguments.hf.indexers import indexer_layers, selection_width, tokens_of_entry
 from benchmarks.parity import steps
 from benchmarks.parity.cells import sizes_of
 from benchmarks.parity.steps import gradients, parallel, random_samples, share, weights
@@ -18,7 +18,7 @@ from slime_like.engines.base import GenerateOutput, GenerateRequest, SamplingPar
 from slime_like.engines.local.engine import LocalEngine
 from slime_like.megatron.backend import MegatronBackend
 from slime_like.megatron.parallel_layout import ParallelLayout
-from slime_like.samples.indexer_topk import most_keys
+from slime_like.samples.indexer_topk import unknown_keys
 from slime_like.types import TrainBatch, TrainSample
 from tests.dist.float64 import WithoutFloat32, settings
 
@@ -31,19 +31,16 @@ def random_keys(samples: list[TrainSample], backend: MegatronBackend) -> list[Tr
     row is filled up with -1."""
     g = torch.Generator().manual_seed(int(samples[0].tokens.sum()))
     config = backend.transformer
-    width, indexers = (
-        most_keys(config.index_topk, config.index_pool),
-        sum(indexer_layers(config)),
-    )
+    width, indexers = selection_width(config), sum(indexer_layers(config))
+    tokens = tokens_of_entry(config)
     found = []
     for sample in samples:
-        length = sample.tokens.numel()
-        keys = torch.full((max(0, length - width), indexers, width), -1, dtype=torch.int32)
+        keys = unknown_keys(sample.tokens.numel(), indexers, width)
         for row in range(len(keys) - 1):
+            seen = (width + row + 1) // tokens  # all of them where there is no choice
             for slot in range(indexers):
-                count = width - 1 if row % 3 == 2 else width
-                chosen = torch.randperm(width + row + 1, generator=g)[:count]
-                keys[row, slot, :count] = chosen.int()
+                count = min(seen, width - 1 if row % 3 == 2 and seen > width else width)
+                keys[row, slot, :count] = torch.randperm(seen, generator=g)[:count].int()
         found.append(dataclasses.replace(sample, indexer_topk=keys))
     return found
 

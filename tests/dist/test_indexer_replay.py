@@ -24,6 +24,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "GLM-5.2": ("GlmMoeDsaForCausalLM", {"index_topk_freq": 2, "index_skip_topk_offset": 1}),
     "GLM-5.3": ("Glm5NextForConditionalGeneration", {}),  # pools of 4 keys
     "Qwen3.8": ("Qwen4ExpForConditionalGeneration", {}),
+    "DeepSeek-V4": ("DeepseekV4ForCausalLM", {}),  # entries of several tokens
 }
 CELLS: dict[int, list[tuple[str, str]]] = {
     2: [
@@ -36,6 +37,8 @@ CELLS: dict[int, list[tuple[str, str]]] = {
         ("GLM-5.2", CP2),
         ("GLM-5.3", f"{CP2} {EP2}"),
         ("GLM-5.3", f"{PP2} {VP2}"),
+        ("DeepSeek-V4", TP2_EP2),
+        ("DeepSeek-V4", f"{CP2} {EP2} {RECOMPUTE['recompute']}"),
         ("Qwen3.8", TP2_EP2),
         ("Qwen3.8", f"{CP2} {EP2} {RECOMPUTE['recompute']}"),
     ],
@@ -44,6 +47,7 @@ CELLS: dict[int, list[tuple[str, str]]] = {
         ("DeepSeek-V3.2", f"{PP2} {CP2} {EP2}"),
         ("GLM-5.2", f"{PP2} {TP2_EP2} {SELECTIVE}"),
         ("GLM-5.3", f"{PP2} {EP2} {RECOMPUTE['recompute']}"),
+        ("DeepSeek-V4", f"{PP2} {CP2}"),
     ],
 }
 IN_MAKE_TEST = [("DeepSeek-V3.2", f"{CP2} {EP2} {RECOMPUTE['recompute']}"), CELLS[2][5]]
@@ -75,8 +79,10 @@ def check(
         results |= torch.load(out)
     for model, flags in cells:
         found, one = results[f"{model} {flags}"], results[model]
-        # by each step, keys of random choices that the indexers would not have selected
-        assert all(0.2 < share < 0.9 for share in one["shares"])
+        # by each step, keys of random choices that the indexers would not have selected; few of
+        # DeepSeek-V4's queries see more entries than they select
+        least = 0.02 if model == "DeepSeek-V4" else 0.2
+        assert all(least < share < 0.9 for share in one["shares"])
         assert found["shares"] == pytest.approx(one["shares"], abs=1e-12)
         assert found["losses"] == pytest.approx(one["losses"], rel=EXACT)
         for what in ("gradients", "weights"):

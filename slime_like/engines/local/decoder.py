@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import (
     DynamicCache,
@@ -421,17 +422,13 @@ class IndexerRecorder:
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        indexers = [
-            module
-            for name, module in model.named_modules()
-            # those of DeepSeek-V4 select compressed entries, and are not recorded
-            if name.endswith(".indexer") and not name.endswith(".compressor.indexer")
-        ]
+        indexers = [module for name, module in model.named_modules() if name.endswith(".indexer")]
         self.layers = len(indexers)
         self.width = _selection_width(indexers[0]) if indexers else 0
         self._is_recording = False
-        # of the last forward pass: [B, n, K] int32 of each indexer, columns of the cache, for its
-        # last n queries that may have a choice
+        # of the last forward pass: [B, n, K] int32 of each indexer, columns of the cache or, of
+        # DeepSeek-V4, whose rows have no padding, entries; for its last n queries that may have a
+        # choice
         self._recorded: list[Tensor] = []
         for module in indexers:
             module.register_forward_hook(self._record)
@@ -443,7 +440,8 @@ class IndexerRecorder:
             output = output[..., self.width :, :]
         if output.dtype == torch.bool:  # [B, 1, n, columns], whether each is selected
             output = _columns(output.squeeze(1), self.width)
-        self._recorded.append(output)
+        missing = self.width - output.size(-1)  # DeepSeek-V4: there are fewer entries
+        self._recorded.append(F.pad(output.int(), (0, missing), value=-1))
 
     @contextmanager
     def recording(self, enabled: bool) -> Iterator[None]:

@@ -50,6 +50,7 @@ from slime_like.megatron.ops.compressed_attention import (
 )
 from slime_like.megatron.ops.context_parallel import gather_rows
 from slime_like.megatron.ops.entries import EntryRows, EntryTables
+from slime_like.megatron.ops.key_indexer import KeyIndexer
 from slime_like.megatron.ops.tables import compressed_tables
 from slime_like.megatron.ops.window_attention import WindowAttention
 
@@ -144,7 +145,7 @@ def of_all_ranks(x: Tensor, packed: PackedRows, groups: ProcessGroupCollection) 
     return in_order(gather_rows(x, groups.cp), packed) if groups.cp.size() > 1 else x
 
 
-class EntryIndexer(torch.nn.Module):
+class EntryIndexer(KeyIndexer):
     """Selects entries of one layer."""
 
     wq_b: Tensor
@@ -173,7 +174,7 @@ class EntryIndexer(torch.nn.Module):
         tables: EntryTables,
         rotation: Rotation,
     ) -> Tensor:
-        """See `select_entries`.
+        """See `select_entries` and `chosen`.
 
         Args:
             hidden: [t, H], this rank's rows, also under sequence or context parallelism.
@@ -192,7 +193,8 @@ class EntryIndexer(torch.nn.Module):
         queries = rotation.turn(queries, tables.places)
         wide = torch.promote_types(weights.dtype, torch.float32)
         weights = weights.to(wide) * (self.heads * self.dim) ** -0.5
-        return select_entries(queries, weights, keys, packed, rate, self.config.entry_topk)
+        selected = select_entries(queries, weights, keys, packed, rate, self.config.entry_topk)
+        return self.chosen(selected, packed)
 
 
 class CompressedCore(WindowAttention):

@@ -10,7 +10,7 @@ from slime_like.megatron.ops.sparse_attention import replay_keys
 
 
 class KeyIndexer(torch.nn.Module):
-    """Selects keys for the far queries of one layer."""
+    """Selects keys, or compressed entries, for the queries of one layer."""
 
     # [2] float64, of a pass: replayed keys that the indexer would not have selected, and all
     # replayed keys; on the device, so that nothing waits for it
@@ -23,9 +23,9 @@ class KeyIndexer(torch.nn.Module):
         self.disagreement = None
 
     def chosen(self, selected: Tensor, rows: PackedRows) -> Tensor:
-        """The keys to attend to: those of the engine where they are known, else its own choice
-        `selected`, [F, K] int32 (`select_keys`). Counts where they differ, once per micro-batch: a
-        recomputation has the same rows."""
+        """What to attend to: the choice of the engine where it is known, else the own one,
+        `selected`, [F, K] int32 (`select_keys`, `select_entries`). Counts where they differ, once
+        per micro-batch: a recomputation has the same rows."""
         slot = self._slot
         if slot is None or (given := rows.replayed_keys.get(slot)) is None:
             return selected

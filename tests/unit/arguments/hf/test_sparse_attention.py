@@ -146,7 +146,7 @@ SERVERS = (
         ({}, SERVERS, None),
         ({}, ("--loss-type", "sft_loss"), "--loss-type sft_loss"),
         ({}, ("--rollout-engine", "vllm", *SERVERS[3:]), "--rollout-engine vllm"),
-        (DEEPSEEK_V3, (), "has no effect without a network whose indexers select keys"),
+        (DEEPSEEK_V3, (), "has no effect without a network with indexers"),
     ],
 )
 def test_who_replays_an_indexers_choice(

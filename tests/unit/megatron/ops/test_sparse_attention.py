@@ -234,8 +234,8 @@ def test_records_of_samples_are_at_the_queries_of_their_rows(pool: int, cp_size:
         [samples], multiple=8, equal_lengths=False, cp_size=cp_size, cp_rank=cp_size - 1
     )[0]
     assert batch.packed is not None
-    far = ops.far_rows(batch.packed, TOPK, pool)
-    found = replayed_keys(far, batch.seq_ids, samples, pinned=False)
+    far = batch.packed.far = ops.far_rows(batch.packed, TOPK, pool)
+    found = replayed_keys(batch.packed, batch.seq_ids, samples, pinned=False)
     assert found.keys() == {0, 1}
     seen = 0
     for row, (query, place) in enumerate(zip(far.queries, far.places, strict=True)):
@@ -247,4 +247,4 @@ def test_records_of_samples_are_at_the_queries_of_their_rows(pool: int, cp_size:
             assert keys[row].tolist() == [right] * width
     assert seen > 5
     lacking = [*samples[:3], dataclasses.replace(samples[3], indexer_topk=None)]
-    assert replayed_keys(far, batch.seq_ids, lacking, pinned=False) == {}
+    assert replayed_keys(batch.packed, batch.seq_ids, lacking, pinned=False) == {}
