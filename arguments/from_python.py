@@ -8,9 +8,9 @@ from os import PathLike, fspath
 
 from arguments.flag_registry import FlagTable
 from arguments.flags import PASSED_ON
-from arguments.parser import LauncherParser
+from arguments.parser import CUSTOM_GROUP, LauncherParser
 from arguments.run_file import read_section
-from arguments.values import ParsedArgs
+from arguments.values import NEGATIVE_NUMBER, ParsedArgs, quoted
 
 
 def read_settings(settings: Mapping[str, object], parser: LauncherParser) -> ParsedArgs:
@@ -36,18 +36,32 @@ def as_words(parsed: ParsedArgs, table: FlagTable) -> list[str]:
             words.append(flags[dest].on[0] if value else f"{flags[dest].on[0]}=false")
         elif flags[dest].kind == "json":
             words += _words(flags[dest].on[0], json.dumps(value))
-        else:
+        elif flags[dest].group == CUSTOM_GROUP:
             words += _words(flags[dest].on[0], value)
+        else:
+            words += _own_words(flags[dest].on[0], value)
     return [*words, *parsed.custom_argv]
 
 
 def _words(flag: str, value: object) -> list[str]:
+    """The words of a value of another program's or a user's flag."""
     if value is True:
         return [flag]
     if isinstance(value, list):
         return [flag, *map(str, value)]
     text = str(value)
     return [f"{flag}={text}"] if text.startswith("-") else [flag, text]
+
+
+def _own_words(flag: str, value: object) -> list[str]:
+    """The words of a value of ours, of any text: see `values.unquoted` and `values.json_list`."""
+    if not isinstance(value, list):
+        return _words(flag, quoted(str(value)))
+    items = list(map(str, value))
+    plain = [item for item in items if NEGATIVE_NUMBER.match(item) or not item.startswith("-")]
+    if plain == items == list(map(quoted, items)):
+        return [flag, *items]
+    return [f"{flag}={json.dumps(items)}"]
 
 
 def _plain(value: object) -> object:

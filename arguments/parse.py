@@ -105,7 +105,7 @@ def translate(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """A command line of train.py or of another program in our own flags, its run file included, and
     notes about what is read in another way than it was written, or left out. Rules are not
     checked. Raises as `parse_args`."""
-    words, left_out = translate_hydra(argv, flag_table().spellings)
+    words, left_out = translate_hydra(argv, flag_table().spellings, _parser_of(TRAIN).num_values)
     parsed, table = _read_command_line(words, TRAIN)
     if parsed.problems:
         raise ConfigError(_deduplicated(parsed.problems, table))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from typing import NoReturn, cast
@@ -149,7 +150,10 @@ class LauncherParser(argparse.ArgumentParser):
             typed, equals, inline = word.partition("=")
             name = self._registered_name(typed)
             self.typed[name] = typed
-            if equals and self._is_custom_switch(name):
+            items = values.json_list(inline) if equals and self._is_list(name) else None
+            if items is not None:
+                words += [name, *(LITERAL + item for item in items)]
+            elif equals and self._is_custom_switch(name):
                 words += self._expand_switch(typed, name, inline)
             else:
                 words.append(name + equals + inline)
@@ -160,10 +164,26 @@ class LauncherParser(argparse.ArgumentParser):
             return typed
         return without_skyrl_prefix(normalise(typed), self._option_string_actions)
 
-    def takes_value(self, typed: str) -> bool:
-        """Whether the word after this flag belongs to it."""
-        action = self._option_string_actions.get(self._registered_name(typed))
-        return action is not None and action.nargs not in (0, "?")
+    def takes_text(self, name: str) -> bool:
+        """Whether the words of this setting are converted to its type; False for JSON and for
+        flags of others."""
+        action = self._option_string_actions.get(self._registered_name(normalise(name)))
+        return isinstance(action, Setting) and action.flag.kind in ("value", "list")
+
+    def num_values(self, typed: str) -> float:
+        """How many of the words after this flag belong to it at most. Those of other programs take
+        all up to the next flag, since only their program knows."""
+        name = self._registered_name(typed)
+        action = self._option_string_actions.get(name)
+        if action is None:
+            return math.inf if self._passed_on(name) is not None else 0
+        if isinstance(action.nargs, int):
+            return action.nargs
+        return {None: 1, "?": 0}.get(action.nargs, math.inf)
+
+    def _is_list(self, name: str) -> bool:
+        action = self._option_string_actions.get(name)
+        return isinstance(action, Setting) and action.flag.kind == "list"
 
     def _is_custom_switch(self, name: str) -> bool:
         action = self._option_string_actions.get(name)
@@ -374,6 +394,7 @@ def is_run_file(word: str) -> bool:
     return word.endswith((".yaml", ".yml"))
 
 
+LITERAL = "\0"  # before a word that is a value whatever it looks like; no command line has it
 CUSTOM_ARGUMENTS = "--custom-arguments-path"
 CUSTOM_GROUP = "custom arguments"  # of user-defined flags
 
@@ -436,6 +457,7 @@ class Setting(LauncherAction):
         elif args == ["null"]:
             parsed.reset(flag.dest)
         else:
+            args = [word[1:] if word[:1] == LITERAL else values.unquoted(word) for word in args]
             parser.store(flag, typed, args if flag.kind == "list" else args[0], self.on, parsed)
 
 

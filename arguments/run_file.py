@@ -12,7 +12,7 @@ import yaml
 from arguments.flag_registry import GROUPS, FlagTable
 from arguments.flags import normalise
 from arguments.translate.names import SECTIONS
-from arguments.unique_keys import Key, load_yaml, plain
+from arguments.unique_keys import Key, Scalar, load_yaml, plain
 from arguments.values import ParsedArgs
 from slime_like.config import ConfigError, Problem
 
@@ -100,7 +100,16 @@ def read_section(
             read_section(content, "" if is_section else name, f"{path}{key}.", parser, parsed)
         else:
             line = key.line if isinstance(key, Key) else None
-            parser.set_key(name, plain(value), parsed, line, path=f"{path}{key}")
+            # a flag's own type says what a number in the file is
+            value = _texts(value) if parser.takes_text(name) else plain(value)
+            parser.set_key(name, value, parsed, line, path=f"{path}{key}")
+
+
+def _texts(value: object) -> object:
+    """A value, or the items of a list, with numbers and dates as text."""
+    if isinstance(value, list):
+        return [_texts(item) for item in value]
+    return str(value) if isinstance(value, Scalar) else plain(value)
 
 
 def _section_like(name: str, table: FlagTable) -> str | None:

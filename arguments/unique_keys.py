@@ -3,12 +3,16 @@ last one."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
 from collections.abc import Hashable
 
 import yaml
 from yaml.constructor import ConstructorError
 from yaml.reader import ReaderError
+
+from slime_like.config import read_number
 
 MOST_SHOWN = 80  # characters of a line, in a message
 
@@ -17,6 +21,19 @@ class Key(str):
     """A key of a YAML file."""
 
     line: int  # its line number, from 1
+
+
+class Scalar(str):
+    """A number or date without quotes: its text as written, for flags that take text. YAML 1.1
+    would read 12:30 as 750 and 010 as 8."""
+
+    @property
+    def value(self) -> int | float | str:
+        """The number, if it is a decimal one, otherwise the text."""
+        for kind in (int, float):
+            with contextlib.suppress(ValueError):
+                return read_number(self, kind)
+        return str(self)
 
 
 class _Loader(yaml.SafeLoader):
@@ -45,6 +62,20 @@ class _Loader(yaml.SafeLoader):
         return {_with_line(key, lines): value for key, value in made.items()}
 
 
+def _scalar(loader: _Loader, node: yaml.ScalarNode) -> Scalar:
+    return Scalar(node.value)
+
+
+for _tag in ("int", "float", "timestamp"):
+    _Loader.add_constructor(f"tag:yaml.org,2002:{_tag}", _scalar)
+# YAML 1.1 wants a dot and a sign: 1e-6 would be text
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+"),
+    list("-+0123456789."),
+)
+
+
 def _with_line(key: object, lines: dict[str, int]) -> object:
     line = lines.get(str(key).replace("-", "_"))
     if not isinstance(key, str) or line is None:
@@ -55,11 +86,12 @@ def _with_line(key: object, lines: dict[str, int]) -> object:
 
 
 def load_yaml(text: str, *, with_lines: bool = False) -> object:
-    """Load YAML. Dashes in keys become underscores.
+    """Load YAML. Dashes in keys become underscores. Decimal numbers are numbers; what only YAML 1.1
+    calls a number or a date is text.
 
     Args:
         text: Content of the file.
-        with_lines: Return string keys as `Key`.
+        with_lines: Return string keys as `Key`, and numbers and dates as `Scalar`.
 
     Raises:
         yaml.YAMLError: The text is no YAML, or a key is duplicated; names the lines.
@@ -99,12 +131,14 @@ def _with_place(error: yaml.MarkedYAMLError | ReaderError, text: str) -> str:
 
 
 def plain(value: object) -> object:
-    """Replace each `Key` in `value` by a plain string."""
+    """Replace each `Key` in `value` by a plain string, and each `Scalar` by its value."""
+    if isinstance(value, Scalar):
+        return value.value
     if isinstance(value, list):
         return [plain(item) for item in value]
     if not isinstance(value, dict):
         return value
-    return {str(k) if isinstance(k, Key) else k: plain(v) for k, v in value.items()}
+    return {str(k) if isinstance(k, Key) else plain(k): plain(v) for k, v in value.items()}
 
 
 def load_json(text: str) -> object:

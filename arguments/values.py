@@ -3,6 +3,7 @@ problems."""
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass, field
 from typing import Any
@@ -196,6 +197,30 @@ def merge(run_file: ParsedArgs, line: ParsedArgs) -> ParsedArgs:
         run_file.invalid | line.invalid,
         run_file.typed | line.typed,
     )
+
+
+_QUOTED_NULL = re.compile(r'"+null"+')
+
+
+def unquoted(word: str) -> str:
+    """The text of a word: '"null"' is the text null, because the word null resets a flag."""
+    return word[1:-1] if _QUOTED_NULL.fullmatch(word) else word
+
+
+def quoted(text: str) -> str:
+    """The word of a text; the inverse of `unquoted`."""
+    return f'"{text}"' if re.fullmatch(r'"*null"*', text) else text
+
+
+def json_list(text: str) -> list[str] | None:
+    """The items of ``--flag=["-a", "b"]``, which may look like flags; None if it is no JSON list of
+    strings."""
+    try:
+        items = json.loads(text) if text.startswith("[") else None
+    except ValueError:
+        return None
+    is_list = isinstance(items, list) and items and all(isinstance(item, str) for item in items)
+    return items if is_list else None
 
 
 _FLAG = re.compile(r"--?[A-Za-z][\w.\-]*(=.*)?", re.DOTALL)

@@ -16,7 +16,8 @@ class SlimeConfig(CheckedSettings):
         None,
         "slime: nodes of the trainer. Times --actor-num-gpus-per-node it must equal the number of "
         "torchrun processes. Either flag selects slime's defaults: --bf16, "
-        "--use-distributed-optimizer, one sample per prompt, SGLang servers.",
+        "--use-distributed-optimizer, one sample per prompt, --lr-decay-style linear, SGLang "
+        "servers; and --ref-load as initial weights.",
         legal=AT_LEAST_ONE,
     )
     actor_num_gpus_per_node: int | None = arg(

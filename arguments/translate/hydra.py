@@ -8,14 +8,14 @@ train.py takes none of them: it only suggests our flag.
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from arguments.flags import normalise
 from arguments.translate.flags import is_foreign
 from arguments.translate.names import ALIASES, NEGATED_ALIASES
-from arguments.translate.words import hydra_pair, without_skyrl_prefix
+from arguments.translate.words import hydra_pair, values_marked, without_skyrl_prefix
 from arguments.values import read_switch
 
 
@@ -137,11 +137,14 @@ NOT_TRANSLATED = "not translated: "
 _MODULE = re.compile(r"(verl|skyrl|skyrl_train)(\..+)?")
 
 
-def translate_hydra(argv: Sequence[str], spellings: Container[str]) -> tuple[list[str], list[str]]:
+def translate_hydra(
+    argv: Sequence[str], spellings: Container[str], num_values: Callable[[str], float]
+) -> tuple[list[str], list[str]]:
     """A command line of SkyRL or verl with our flags for the keys above.
 
     Args:
         spellings: Of our flags.
+        num_values: How many of the words after a flag belong to it at most.
 
     Returns:
         (the words, without the program before them; a note per key that was left out, which begins
@@ -151,10 +154,13 @@ def translate_hydra(argv: Sequence[str], spellings: Container[str]) -> tuple[lis
     notes: list[str] = []
     reward: dict[str, str] = {}
     argv = _without_program(argv)
-    theirs = dict(pair for word in argv if (pair := hydra_pair(word)) is not None)
-    for before, word in zip(["", *argv], argv):
+    theirs = dict(
+        pair
+        for word, is_value in values_marked(argv, num_values)
+        if not is_value and (pair := hydra_pair(word)) is not None
+    )
+    for word, is_value in values_marked(argv, num_values):
         pair = hydra_pair(word)
-        is_value = before.startswith("--") and "=" not in before
         if pair is None or is_value:
             words.append(word)
             continue

@@ -14,9 +14,11 @@ from typing import Any
 
 import yaml
 
-from arguments.loss_settings import is_supervised
+from arguments.loss_settings import CUSTOM, is_supervised
+from arguments.translate.names import ESTIMATORS_THAT_ARE_LOSSES
 from arguments.unique_keys import load_yaml
 from arguments.values import ParsedArgs
+from slime_like.checkpoints.folders import is_checkpoint_root
 from slime_like.config import flag_name
 
 LAUNCH = ("actor_num_nodes", "actor_num_gpus_per_node")
@@ -28,12 +30,36 @@ DEFAULTS: Mapping[str, object] = {
     "use_distributed_optimizer": True,
     "n_samples_per_prompt": 1,
     "lr": 1e-6,
+    "lr_decay_style": "linear",
 }
+# slime's default that is not set here, because log-probs of one policy would differ between passes
+DROPOUT = ("hidden_dropout", "attention_dropout")
 SFT_ROLLOUT = "slime.rollout.sft_rollout.generate_rollout"
 OWN_SOURCE = "slime.rollout.data_source.RolloutDataSourceWithBuffer"
 ASYNC_ROLLOUT = "slime.rollout.fully_async_rollout.generate_rollout_fully_async"
 OPD_REWARD = "slime.rollout.on_policy_distillation.reward_func"
 OPD_POST_PROCESS = "slime.rollout.on_policy_distillation.post_process_rewards"
+
+
+def set_loss_defaults(parsed: ParsedArgs) -> None:
+    """slime's defaults of losses, for a command line written for slime: one clip range for all
+    losses that --advantage-estimator selects, one KL estimator, and the critic's whole error."""
+    values = parsed.values
+    if not any(name in values for name in LAUNCH) or is_supervised(values):
+        return
+    defaults: dict[str, object] = {}
+    estimator = values.get("advantage_estimator")
+    ours = {CUSTOM, "policy_loss_type", "cispo_eps_clip_low", "cispo_eps_clip_high"}
+    if estimator in ESTIMATORS_THAT_ARE_LOSSES and not ours & values.keys():
+        defaults["eps_clip"] = 0.2
+    if values.get("use_kl_loss"):
+        defaults["kl_loss_type"] = "k1"
+    if estimator == "ppo":
+        defaults["value_loss_scale"] = 1.0
+    for name, value in defaults.items():
+        if name not in parsed.invalid and name not in values:
+            values[name] = value
+            parsed.warnings.append(f"{flag_name(name)} {value} is slime's default, and used here")
 
 
 def translate_launch(parsed: ParsedArgs) -> None:
@@ -80,9 +106,30 @@ def _set_defaults(parsed: ParsedArgs) -> None:
     for name, value in DEFAULTS.items():
         if name not in parsed.invalid and (is_adam or name != "use_distributed_optimizer"):
             values.setdefault(name, value)
+    for name in DROPOUT:
+        if name not in values and name not in parsed.invalid:
+            values[name] = 0.0
+            parsed.warnings.append(f"{flag_name(name)} is 0 here, where slime's default is 0.1")
+    load = values.get("load")
+    is_new = load not in (None, values.get("save")) and "ckpt_step" not in values
+    starts_from_reference = "ref_load" in values and not values.get("lora_rank")
+    if is_new and starts_from_reference and not _has_model(str(load)):
+        _drop(parsed, "load", "it has no checkpoint, and the policy starts from --ref-load")
+    rollouts = values.get("num_rollout")
+    critic_only = values.get("num_critic_only_steps", 0)
+    if rollouts is not None and critic_only > rollouts:
+        values["num_critic_only_steps"] = rollouts
+        parsed.warnings.append(
+            f"--num-critic-only-steps {critic_only} is read as {rollouts}, --num-rollout: only the "
+            "critic is trained"
+        )
     gpus = planned_world_size(values)
     if values.get("colocate") and values.get("rollout_num_gpus", gpus) != gpus:
         _drop(parsed, "rollout_num_gpus", "with --colocate servers get all GPUs of the trainer")
+
+
+def _has_model(folder: str) -> bool:
+    return is_checkpoint_root(folder) or (Path(folder) / "config.json").is_file()
 
 
 def _drop(parsed: ParsedArgs, dest: str, why: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Protocol
 
 from arguments.translate.names import SKYRL_PREFIX
@@ -17,20 +17,36 @@ class Flags(Protocol):
 
     def is_flag_name(self, name: str) -> bool: ...
 
-    def takes_value(self, typed: str) -> bool: ...
+    def num_values(self, typed: str) -> float: ...
+
+
+def values_marked(
+    argv: Iterable[str], num_values: Callable[[str], float]
+) -> Iterator[tuple[str, bool]]:
+    """Each word, and whether it is a value of the flag before it, whatever it looks like.
+
+    Args:
+        num_values: How many of the words after a flag belong to it at most; infinity for lists.
+    """
+    left: float = 0
+    for word in argv:
+        if is_flag(word):
+            left = 0 if "=" in word else num_values(word)
+            yield word, False
+            continue
+        yield word, left > 0
+        left -= 1
 
 
 def translate_words(argv: Iterable[str], flags: Flags) -> list[str]:
-    """Hydra's ``key=value`` and ``+key=value`` as ``--key=value``, unless it is the value of the
-    flag before it or no flag's name."""
+    """Hydra's ``key=value`` and ``+key=value`` as ``--key=value``, unless it is a value of the flag
+    before it or no flag's name."""
     words: list[str] = []
-    is_value = False
-    for word in argv:
+    for word, is_value in values_marked(argv, flags.num_values):
         pair = None if is_value else hydra_pair(word)
         if pair is not None and flags.is_flag_name(pair[0]):
             word = f"--{pair[0]}={pair[1]}"
         words.append(word)
-        is_value = is_flag(word) and "=" not in word and flags.takes_value(word)
     return words
 
 

@@ -28,6 +28,7 @@ from slime_like.megatron.checkpoint import (
     saved_networks,
 )
 from slime_like.megatron.checkpoint.load import saved_identity
+from slime_like.megatron.factory import load_network
 from slime_like.megatron.parallel_layout import ParallelLayout
 from slime_like.megatron.run_state import load_state, save_state, start_critic, start_self_teacher
 from slime_like.trainer.saved_settings import changes
@@ -58,6 +59,7 @@ class RunIdentity:
     settings: Mapping[str, object]  # by flag
     argv: Sequence[str]  # without secrets
     hf_checkpoint: str | None
+    starts_from: str | None  # see `RunConfig.starts_from`
     with_adapter: bool  # whether the policy starts from --lora-adapter-path
     reference: str | None  # folder of the reference model; None without one
     reference_step: int | None  # the checkpoint's step in it; None: the newest
@@ -131,9 +133,8 @@ class RunCheckpoints:
         If the folder is also --save and has no checkpoint yet, this is the first start of a run."""
         root = self.config.load
         config = self.config
-        initial = None if self.identity.with_adapter else self.identity.hf_checkpoint
         if root is None:
-            return Start(None, initial)
+            return self._start_anew()
         if config.ckpt_step is not None or is_checkpoint_root(root):
             return self._resume(root)
         if (Path(root) / "config.json").is_file():
@@ -149,7 +150,27 @@ class RunCheckpoints:
                 f"--load {root}: no checkpoint, and --exit-on-missing-checkpoint requires one"
             )
         logger.info(f"no checkpoint in {root} yet: starting at rollout 1")
-        return Start(None, initial)
+        return self._start_anew()
+
+    def _start_anew(self) -> Start:
+        """The policy has the weights of --hf-checkpoint; replace them if the run starts from other
+        ones."""
+        identity = self.identity
+        root = identity.starts_from
+        hf = identity.hf_checkpoint
+        if root is None or (hf is not None and Path(root).resolve() == Path(hf).resolve()):
+            return Start(None, None if identity.with_adapter else hf)
+        logger.info(f"the policy starts from --ref-load {root}, as in slime")
+        load_network(
+            self.backend.policy,
+            root,
+            flag="--ref-load",
+            step=identity.reference_step,
+            verify=not self.config.no_verify_checkpoint,
+        )
+        self.backend.policy.weights_changed()
+        start_self_teacher(self.backend)
+        return Start(None, None if is_checkpoint_root(root) else root)
 
     def _resume(self, root: str) -> Start:
         config = self.config

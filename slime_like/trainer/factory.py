@@ -212,6 +212,7 @@ def make_checkpoints(
         settings_of(config),
         mask_argv(config.argv),
         hf_checkpoint=model.hf_checkpoint,
+        starts_from=config.starts_from,
         with_adapter=config.lora.lora_adapter_path is not None,
         reference=reference if config.algorithm.needs_reference else None,
         reference_step=model.ref_ckpt_step,

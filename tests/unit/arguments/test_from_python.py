@@ -6,8 +6,13 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import given as drawn
+from hypothesis import strategies as st
 
-from arguments.parse import make_config, parse_args
+from arguments.flag_registry import flag_table
+from arguments.from_python import as_words, read_settings
+from arguments.parse import launcher_parser, make_config, parse_args
 from arguments.run_config import RunConfig
 from slime_like.config import ConfigError
 from tests.unit.command_lines import complete
@@ -68,3 +73,37 @@ def test_every_problem_is_named_at_once(given: dict[str, object]) -> None:
 
 def test_later_mappings_take_precedence(given: dict[str, object]) -> None:
     assert make_config({**given, "rollout_seed": 3}, rollout_seed=4).data.rollout_seed == 4
+
+
+PARSER = launcher_parser()
+TEXT_FLAGS = {
+    flag.dest: flag.kind
+    for flag in flag_table().flags
+    if flag.item is str and not (flag.choices or flag.rejection) and flag.kind in ("value", "list")
+}
+ODD = ("null", '"null"', '""null', "-END", "--x", "--lr=3", "--", "-", "-1", "a=b", "lr=3", "+seed=3", '["a"]', "[1]", "", " ", "x.yaml", "\n-a", "--help")  # fmt: skip
+TEXTS = st.sampled_from(ODD) | st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\0"), max_size=5)  # fmt: skip
+
+
+@st.composite
+def text_settings(draw: st.DrawFn) -> dict[str, object]:
+    names = draw(st.lists(st.sampled_from(sorted(TEXT_FLAGS)), min_size=1, max_size=3, unique=True))
+    lists = st.lists(TEXTS, min_size=1, max_size=3)
+    return {name: draw(lists if TEXT_FLAGS[name] == "list" else TEXTS) for name in names}
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@drawn(text_settings())
+def test_a_command_line_has_any_text(values: dict[str, object]) -> None:
+    parsed = read_settings(values, PARSER)
+    again = PARSER.read(as_words(parsed, PARSER.table))
+    assert not again.problems and not again.unset and again.values == parsed.values == values
+
+
+def test_the_words_after_a_list_flag_are_its_values(tmp_path: Path) -> None:
+    """Those that look like settings too, until the next flag."""
+    line = complete(tmp_path, "--rollout-stop", "a", "rollout_seed=3", "--lr", "1e-3")
+    parsed = PARSER.read([*line, "seed=5", "--router-policy", "seed=7"])
+    assert not parsed.problems and "rollout_seed" not in parsed.values
+    assert parsed.values["rollout_stop"] == ["a", "rollout_seed=3"] and parsed.values["seed"] == 5
+    assert parsed.values["sglang_router_flags"] == {"policy": "seed=7"}

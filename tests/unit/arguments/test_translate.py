@@ -202,5 +202,5 @@ def test_every_translated_key_is_a_flag_and_hinted_by_train(tmp_path: Path) -> N
     ],
 )
 def test_values_without_a_meaning_here(theirs: str, note: str) -> None:
-    words, notes = hydra.translate_hydra(theirs.split(), ())
+    words, notes = hydra.translate_hydra(theirs.split(), (), lambda typed: 0)
     assert words == [] and (note in notes[0] if note else not notes)

@@ -11,9 +11,11 @@ from arguments import get_parser
 from arguments.eval_sets import eval_sets_of
 from arguments.flag_registry import flag_table, normalise
 from arguments.flags import Flag
+from arguments.parse import launcher_parser
 from arguments.run_file import read_run_file
 from arguments.schema.data import EvalConfig
 from arguments.translate.names import ALIASES, NO_EFFECT, NOT_IMPLEMENTED, VALUES_NOT_IMPLEMENTED
+from arguments.unique_keys import load_yaml
 from arguments.values import ParsedArgs
 from slime_like.config import ConfigError
 from slime_like.losses import policy_losses
@@ -416,3 +418,25 @@ def test_no_name_has_two_meanings() -> None:
     for name, spelling in table.spellings.items():
         assert name == normalise(name)
         assert table.by_dest[spelling.flag.dest] is spelling.flag
+
+
+def test_a_run_file_has_the_text_that_is_written(tmp_path: Path) -> None:
+    """YAML 1.1 reads 12:30 as 750, 010 as 8, 0123 as 83, and 1e-6 as text."""
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "tracker_run_name: 12:30\nwandb_run_id: 0123\nseed: 010\nlr: 1e-6\nsave: null\n"
+        "rollout_stop: [1.10, 2024-01-01]\nrollout_stop_token_ids: [1, 2]\nuse_kl_loss: yes\n"
+        "apply_chat_template_kwargs: {thinking: false, budget: 5, level: '5', rate: 1e-1}\n"
+    )
+    parsed = read_run_file(str(file), launcher_parser())
+    assert not parsed.problems
+    assert parsed.values == {
+        "tracker_run_name": "12:30", "wandb_run_id": "0123", "seed": 10, "lr": 1e-6, "rollout_stop": ["1.10", "2024-01-01"],
+        "rollout_stop_token_ids": [1, 2], "use_kl_loss": True,
+        "apply_chat_template_kwargs": {"thinking": False, "budget": 5, "level": "5", "rate": 0.1},
+    }  # fmt: skip
+    file.write_text("seed: 12:30\nnum_rollout: 0x10\nrollout_stop: [yes]\n")
+    found = read_run_file(str(file), launcher_parser()).problems
+    assert [p.flag for p in found] == ["--seed", "--num-rollout", "--rollout-stop"]
+    content = load_yaml("a: 12:30\nb: 010\nc: 1e-6\nd: [1, 2.5, 2024-01-01]\n")
+    assert content == {"a": "12:30", "b": 10, "c": 1e-6, "d": [1, 2.5, "2024-01-01"]}
