@@ -72,6 +72,15 @@ class ConfigGroups:
         return (self.data,)
 
     @property
+    def starts_from(self) -> str | None:
+        """Folder of the policy's initial weights where --load has none: --hf-checkpoint, and
+        --ref-load for a command line written for slime, as there. With adapters it is their
+        base."""
+        launch = (self.slime.actor_num_nodes, self.slime.actor_num_gpus_per_node)
+        is_slime = launch != (None, None) and not self.lora.lora_rank
+        return (self.model.ref_load if is_slime else None) or self.model.hf_checkpoint
+
+    @property
     def reference_is_base(self) -> bool:
         """Whether the reference model is the base model without LoRA adapters."""
         ref = self.model.ref_load

@@ -64,15 +64,6 @@ class RunConfig(ConfigGroups):
         return self.world_size // self.parallel.model_parallel_size
 
     @property
-    def starts_from(self) -> str | None:
-        """Folder of the policy's initial weights where --load has none: --hf-checkpoint, and
-        --ref-load for a command line written for slime, as there. With adapters it is their
-        base."""
-        launch = (self.slime.actor_num_nodes, self.slime.actor_num_gpus_per_node)
-        is_slime = launch != (None, None) and not self.lora.lora_rank
-        return (self.model.ref_load if is_slime else None) or self.model.hf_checkpoint
-
-    @property
     def trains_critic(self) -> bool:
         """Whether the run trains a critic."""
         wanted = needs_critic(advantage_estimators.get(self.algorithm.advantage_estimator))

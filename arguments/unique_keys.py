@@ -62,7 +62,9 @@ class _Loader(yaml.SafeLoader):
         return {_with_line(key, lines): value for key, value in made.items()}
 
 
-def _scalar(loader: _Loader, node: yaml.ScalarNode) -> Scalar:
+def _scalar(loader: _Loader, node: yaml.ScalarNode) -> Scalar | float:
+    if node.value.lstrip("+-").lower() in (".inf", ".nan"):
+        return float(loader.construct_yaml_float(node))
     return Scalar(node.value)
 
 
@@ -78,7 +80,7 @@ _Loader.add_implicit_resolver(
 
 def _with_line(key: object, lines: dict[str, int]) -> object:
     line = lines.get(str(key).replace("-", "_"))
-    if not isinstance(key, str) or line is None:
+    if not isinstance(key, str) or isinstance(key, Scalar) or line is None:
         return key
     made = Key(key)
     made.line = line

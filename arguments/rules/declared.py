@@ -90,6 +90,11 @@ FACTS: Mapping[str, tuple[Callable[[Settings], bool], str]] = {
         lambda s: s.algorithm.needs_reference,
         "--use-kl-loss, --kl-coef or --loss-type dpo_loss or kto_loss",
     ),
+    "@reference_or_start": (
+        lambda s: s.algorithm.needs_reference or s.starts_from == s.model.ref_load,
+        "--use-kl-loss, --kl-coef or --loss-type dpo_loss or kto_loss; only a command line written "
+        "for slime starts from its weights, unless it trains adapters",
+    ),
     "@decay": (
         lambda s: s.schedule.lr_decay_style != "constant",
         "--lr-decay-style other than constant",

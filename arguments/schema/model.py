@@ -28,7 +28,7 @@ class ModelConfig(CheckedSettings):
         None,
         "Folder of the reference model: a Hugging Face model, or checkpoints (--save) of the same "
         "shape. Needed by --use-kl-loss and --kl-coef; usually the same as --hf-checkpoint.",
-        idle_without="@reference",
+        idle_without="@reference_or_start",
     )
     ref_ckpt_step: int | None = arg(
         None,

@@ -73,7 +73,7 @@ class Room:
 
     def of(self, own: EvalSet | MixSource) -> Room:
         """The limits, with the names of those that an evaluation set or a source has itself."""
-        names = {}
+        names: dict[str, Any] = {}
         if own.max_prompt_len is not None:
             names["prompt_limit"] = f"{own.name}'s max_prompt_len"
         if own.max_response_len is not None:

@@ -59,7 +59,7 @@ class RunIdentity:
     settings: Mapping[str, object]  # by flag
     argv: Sequence[str]  # without secrets
     hf_checkpoint: str | None
-    starts_from: str | None  # see `RunConfig.starts_from`
+    starts_from: str | None  # see `ConfigGroups.starts_from`
     with_adapter: bool  # whether the policy starts from --lora-adapter-path
     reference: str | None  # folder of the reference model; None without one
     reference_step: int | None  # the checkpoint's step in it; None: the newest

@@ -20,9 +20,7 @@ def test_the_policy_starts_from_ref_load(
         "ref": dict(ref_load=other, **launch),
         "load": dict(ref_load=other, load=other, **launch),
         "base": dict(ref_load=work.model, **launch),
-        "ours": dict(
-            ref_load=other, lr_decay_style="linear", hidden_dropout=0, attention_dropout=0
-        ),
+        "ours": dict(ref_load=other, lr_decay_style="linear", use_distributed_optimizer=""),
     }.items():
         done = server.train(work.flags(tmp_path / name, **flags), tmp_path / f"{name}_log").ok()
         assert ("the policy starts from --ref-load" in done.out + done.err) == (name == "ref")

@@ -177,3 +177,6 @@ def test_a_folder_of_load_without_a_checkpoint_is_no_error(tmp_path: Path) -> No
     config = parse_args([*line, "--ref-load", model, *launch], 1)
     assert config.checkpoint.load is None and config.starts_from == model
     assert any("the policy starts from --ref-load" in text for text in config.warnings)
+    assert not any("--ref-load has no effect" in text for text in config.warnings)
+    ours = parse_args([*line[: line.index("--load")], "--ref-load", model], 1)
+    assert any("--ref-load has no effect" in text for text in ours.warnings)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -438,5 +439,7 @@ def test_a_run_file_has_the_text_that_is_written(tmp_path: Path) -> None:
     file.write_text("seed: 12:30\nnum_rollout: 0x10\nrollout_stop: [yes]\n")
     found = read_run_file(str(file), launcher_parser()).problems
     assert [p.flag for p in found] == ["--seed", "--num-rollout", "--rollout-stop"]
-    content = load_yaml("a: 12:30\nb: 010\nc: 1e-6\nd: [1, 2.5, 2024-01-01]\n")
-    assert content == {"a": "12:30", "b": 10, "c": 1e-6, "d": [1, 2.5, "2024-01-01"]}
+    content = load_yaml("a: 12:30\nb: 010\nc: 1e-6\nd: [1, 2.5, 2024-01-01]\n5: -.inf\n'6': 1\n")
+    assert content == {
+        "a": "12:30", "b": 10, "c": 1e-6, "d": [1, 2.5, "2024-01-01"], 5: -math.inf, "6": 1,
+    }  # fmt: skip

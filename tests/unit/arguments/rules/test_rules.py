@@ -351,6 +351,7 @@ TESTED_ELSEWHERE = {
     "check_dense_network": "hf/test_moe.py",
     "check_distributed_backend": "test_machines.py",
     "check_fused_activation": "hf/test_glm5_next.py",
+    "check_indexer_replay": "hf/test_sparse_attention.py",
     "check_indexer_stages": "hf/test_sparse_attention.py",
     "check_local_layers": "test_machines.py",
     "check_loss_scale": "test_untested.py",
@@ -430,6 +431,7 @@ EFFECTIVE = dict.fromkeys(CRITIC, "--advantage-estimator ppo") | {
 }
 # How a fact about the run is made on a command line.
 FACT_WORDS = {
+    "@decay": "--lr-decay-style cosine",
     "@reward_model": "--loss-type rm_loss",
     "@served_teacher": "--use-opd --opd-type sglang --opd-teacher-url http://x:1",
     "@self_teacher": "--use-opd --opd-type self --opd-feedback-key feedback",
