@@ -216,7 +216,9 @@ def test_runs_of_one_process_follow_each_other(
     met: list[tuple[int, int]] = []
 
     def meet(rank: int) -> None:
-        rendezvous = dataclasses.replace(meetings[rank], rank=rank)
+        place = meetings[rank]
+        assert place is not None
+        rendezvous = dataclasses.replace(place, rank=rank)
         store = join_rendezvous(rendezvous, LONG)
         store.set(f"seen/{rank}", "here")
         met.append((rendezvous.run, rank))
