@@ -145,7 +145,8 @@ def _of_standard(values: dict[str, Any]) -> dict[str, Any]:
             raise ValueError(f"{key} has no effect with 'set: {name}'; remove it")
     if (template := values.get("prompt_template")) is not None:
         try:
-            parse_template(template, standard.names)
+            if not parse_template(template, standard.names)[1]:
+                raise ValueError(f"uses none of the names {', '.join(standard.names)}")
         except ValueError as error:
             raise ValueError(f"prompt_template {error}") from error
     located(name, _without_range(values["path"]) or None)

@@ -149,10 +149,12 @@ class Reference:
         """Of every token, 1.0 if this router chooses other experts for it, [N] float64."""
         return ((states[site] != 0) != (self.states[site] != 0)).any(dim=1).double()
 
-    def _untied_gaps(self, states: States) -> Iterator[tuple[str, Tensor]]:
+    def _untied_gaps(
+        self, states: States, *, all_tied: bool = False
+    ) -> Iterator[tuple[str, Tensor]]:
         """The sites that both have in the order of computation, with the differences by token [N].
         Tokens that are tied have none from the router to the end of the layer. They are those that
-        choose other experts, if they are so few that it can be rounding."""
+        choose other experts, if they are so few that it can be rounding, or with `all_tied`."""
         tied: Tensor | None = None
         for site in site_order(len(self.exact.layers)):
             if site not in self.states or site not in states:
@@ -163,7 +165,8 @@ class Reference:
                 continue  # e.g. several residual streams
             if site.endswith(".router"):
                 others = self._others(site, states)
-                tied = others.bool() if float(others.mean()) <= self._tie_shares[site] else None
+                few = float(others.mean()) <= self._tie_shares[site]
+                tied = others.bool() if few or all_tied else None
             gap = relative_gap(values, expected)
             yield site, gap if tied is None else gap.masked_fill(tied, 0.0)
             if site.count(".") == 1:
@@ -180,7 +183,8 @@ class Reference:
 
     def _widen_by_condition(self) -> None:
         """Raise each limit to what inputs change that are off by an epsilon. It takes one more pass
-        in float64, so it is done when something differs."""
+        in float64, so it is done when something differs. What other experts make of a token is no
+        measure of that."""
         self._condition_is_known = True
         epsilon = torch.finfo(self.dtype).eps
         generator = torch.Generator().manual_seed(0)
@@ -188,7 +192,7 @@ class Reference:
         for site, values in self.inputs.items():
             noise = torch.rand(values.shape, generator=generator, dtype=torch.float64)
             inputs[site] = values.double().cpu() * (1 + epsilon * (2 * noise - 1))
-        for site, gap in self._untied_gaps(self.exact.run(self.sequences, inputs)):
+        for site, gap in self._untied_gaps(self.exact.run(self.sequences, inputs), all_tied=True):
             by_inputs = TIMES_INPUTS * gap[gap.isfinite()]
             self.limits[site] = max([self.limits[site], *by_inputs.tolist()])
 

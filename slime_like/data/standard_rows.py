@@ -24,6 +24,7 @@ from slime_like.data.source import (
     split_range,
 )
 from slime_like.standard_sets import StandardSet, located, standard_sets
+from slime_like.standard_sets.base import NotThisSet
 
 _LARGE_FIELD = min(sys.maxsize, 2**31 - 1)
 
@@ -50,8 +51,10 @@ def open_standard(
     def checked(row: Row) -> str | None:
         try:
             converted = standard.convert(row, template)
-        except ValueError as error:
+        except NotThisSet as error:
             return f"no row of {name}: {error}"
+        except ValueError as error:
+            return f"set {eval_set.name}: {error}"
         return check(converted)
 
     parts = [

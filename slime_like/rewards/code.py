@@ -28,7 +28,11 @@ from slime_like.rewards import packed_tests, sandbox
 _FENCED = re.compile(
     r"```[ \t]*(?:python|py|python3)?[ \t]*\r?\n(.*?)```", re.DOTALL | re.IGNORECASE
 )
-_FUTURE = re.compile(r"^from __future__ import [^\n]*(?:\n|\Z)", re.MULTILINE)
+_FUTURE = re.compile(
+    r"^from[ \t]+__future__[ \t]+import[ \t]*(?:\([^()]*\))?"
+    r"(?:\\\r?\n|[^\n])*(?:\n|\Z)",
+    re.MULTILINE,
+)
 # the grading worker has no more memory itself
 MAX_SECONDS = 600.0
 MAX_MEMORY_MB = 4096
@@ -122,9 +126,9 @@ def _same_numbers(found: str | None, expected: str | None) -> bool:
         return False
     try:
         sides = [[Decimal(word) for word in line.split()] for line in (found, expected)]
-    except InvalidOperation:
+        return sides[0] == sides[1]
+    except InvalidOperation:  # no number, or one that cannot be compared: sNaN
         return False
-    return sides[0] == sides[1]
 
 
 def program_of(response: str) -> str:

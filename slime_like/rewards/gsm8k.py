@@ -59,6 +59,12 @@ def response_number(response: str) -> Decimal | None:
 def last_boxed(text: str) -> str | None:
     """Content of the last closed ``\\boxed{...}``, with balanced braces (``\\{`` and ``\\}`` do not
     count); the innermost of nested boxes; None without a box. Linear in the length of the text."""
+    box = last_box(text)
+    return None if box is None else text[slice(*box)]
+
+
+def last_box(text: str) -> tuple[int, int] | None:
+    """Start and end of what `last_boxed` returns."""
     if _BOXED not in text:
         return None
     best = (-1, -1)
@@ -68,7 +74,7 @@ def last_boxed(text: str) -> str | None:
             best = max(best, (opened.pop(), match.start()))
         elif match[0] in ("{", _BOXED):
             opened.append(match.end() if match[0] == _BOXED else -1)
-    return None if best[0] < 0 else text[slice(*best)]
+    return None if best[0] < 0 else best
 
 
 def _no_number(label: object) -> str:

@@ -41,6 +41,7 @@ class StandardSet:
     template: str  # of the prompt, Jinja
     reward: str  # --rm-type
     files: tuple[str, ...]  # patterns in the folder of a copy; the first that matches any counts
+    parts: bool = False  # several such files are parts of one set; Parquet files always are
     hub: tuple[str, ...] = ()  # repositories of the Hugging Face Hub, the most common one first
     # (import name, file in it, distribution) of a package that carries the data
     package: tuple[str, str, str] | None = None
@@ -55,11 +56,15 @@ class StandardSet:
 
         Raises:
             NotThisSet: The row lacks something.
-            ValueError: The template is none, uses another name, or fails.
+            ValueError: The template is none, uses another name, or fails for this row.
         """
         problem = self.read(row)
         written = _parsed(self.template if template is None else template, self.names)
-        prompt = written.render(problem.shown)
+        try:
+            prompt = written.render(problem.shown)
+        except Exception as error:  # it is the user's program
+            reason = f"{type(error).__name__}: {error}"
+            raise ValueError(f"prompt_template fails: {reason}") from error
         return {
             "prompt": prompt,
             "label": problem.label,

@@ -22,7 +22,7 @@ def located(name: str, place: str | None) -> tuple[Path, ...]:
             data, or the set's repository in the cache.
 
     Raises:
-        ValueError: There are none; the message has no subject.
+        ValueError: There are none, or several each of which is the set; the message has no subject.
     """
     found = standard_sets.get(name)
     if place is None:
@@ -42,8 +42,14 @@ def located(name: str, place: str | None) -> tuple[Path, ...]:
 
 
 def _in_folder(folder: Path, found: StandardSet) -> tuple[Path, ...]:
+    """The files of the set; none, or all of its parts. Raises ValueError for several files that are
+    each the set, such as releases."""
     matches = ([p for p in folder.glob(pattern) if p.is_file()] for pattern in found.files)
-    return tuple(sorted(next(filter(None, matches), [])))
+    files = tuple(sorted(next(filter(None, matches), [])))
+    if len(files) > 1 and not found.parts and files[0].suffix != ".parquet":
+        names = ", ".join(path.name for path in files)
+        raise ValueError(f"{folder} has several files of the set: {names}; name one of them")
+    return files
 
 
 def _here(name: str, found: StandardSet) -> tuple[Path, ...]:

@@ -93,6 +93,7 @@ for _year, _hub in (
             template=_BOXED,
             reward="math",
             files=("data/*.parquet", "*.parquet", "*/*.parquet", "*.jsonl"),
+            parts=True,
             hub=_hub,
         ),
     )

@@ -206,6 +206,7 @@ _add(
     names=("question", "starter_code"),
     template=_CONTEST,
     files=("test*.jsonl", "data/test-*.parquet"),
+    parts=True,
     hub=("livecodebench/code_generation_lite",),
     rm_timeout_s=300.0,
 )

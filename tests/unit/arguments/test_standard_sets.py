@@ -137,6 +137,8 @@ def test_a_wrong_set(tmp_path: Path, gsm8k: Path, given: str, message: str) -> N
          "label_key has no effect with 'set: gsm8k'; remove it"),
         ("{set: gsm8k, path: '{folder}/gsm8k', prompt_template: '{{ problem }}'}",
          "prompt_template has the unknown name 'problem'; legal names: question"),
+        ("{set: gsm8k, path: '{folder}/gsm8k', prompt_template: 'Solve it.'}",
+         "prompt_template uses none of the names question"),
         ("{name: a, path: x, prompt_template: x}", "prompt_template has no effect without 'set'"),
         ("{set: gsm8k, path: '{folder}/gsm8k', rm_type: judge}", "rm_type judge requires --judge-url"),
     ],

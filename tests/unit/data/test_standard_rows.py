@@ -96,7 +96,7 @@ def test_csv_json_and_compressed_files(tmp_path: Path) -> None:
         ("mbpp", "a.json", b"[", "a.json: cannot be read: Expecting value"),
         ("mbpp", "a.json", b"[]", "a.json: the file holds no rows"),
         ("humaneval", "a.jsonl.gz", b"no", "a.jsonl.gz: cannot be read: Not a gzipped file"),
-        ("humaneval", "a.jsonl.gz", gzip.compress(b"x" * 100)[:20], "a.jsonl.gz: cannot be read"),
+        ("humaneval", "a.jsonl.gz", gzip.compress(b"x" * 100, mtime=0)[:20], "a.jsonl.gz: cannot be read"),
         ("gpqa-diamond", "a.csv", b"Question\nx\n", "row 0: no row of gpqa-diamond: has no 'Correct Answer'"),
         ("gpqa-diamond", "a.csv", b"\xff\xfe", "a.csv: cannot be read: 'utf-8' codec"),
         ("gsm8k", "a.txt", b"x", "unknown format; legal: .jsonl, .parquet, .csv, .json, .jsonl.gz"),
@@ -109,6 +109,30 @@ def test_files_of_something_else(
     with pytest.raises(ValueError) as raised:
         opened(name, tmp_path / file)
     assert message in str(raised.value)
+
+
+def test_a_template_that_fails_names_its_set(tmp_path: Path) -> None:
+    """It is no fault of the row's form."""
+    path = jsonl(tmp_path / "a.jsonl", ROWS)
+    own = EvalSet("mine", str(path), set="gsm8k", prompt_template="{{ question.text }}")
+    with pytest.raises(ValueError) as raised:
+        open_standard(own, check=lambda row: None, flag="--eval-config")
+    assert "a.jsonl:1: set mine: prompt_template fails: UndefinedError" in str(raised.value)
+    assert "no row of" not in str(raised.value)
+
+
+def test_several_releases_in_a_folder(tmp_path: Path) -> None:
+    """One is to be named; parts of a set are joined."""
+    for name in ("HumanEvalPlus-v0.1.9.jsonl", "HumanEvalPlus-v0.1.10.jsonl"):
+        jsonl(tmp_path / name, [HUMAN_EVAL])
+    with pytest.raises(ValueError) as raised:
+        opened("humaneval-plus", tmp_path)
+    assert "HumanEvalPlus-v0.1.10.jsonl, HumanEvalPlus-v0.1.9.jsonl; name one" in str(raised.value)
+    assert len(opened("humaneval-plus", tmp_path / "HumanEvalPlus-v0.1.10.jsonl")) == 1
+    aime = [{"problem": "1 + 1?", "answer": "2"}]
+    for half in ("I", "II"):
+        jsonl(tmp_path / f"aime/aime2025-{half}.jsonl", aime)
+    assert len(opened("aime-2025", tmp_path / "aime")) == 2
 
 
 def test_some_rows_may_be_skipped(tmp_path: Path) -> None:

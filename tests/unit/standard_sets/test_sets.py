@@ -258,3 +258,7 @@ def test_a_template_of_ones_own() -> None:
         gsm8k.convert(row, "{{ problem }}")
     with pytest.raises(ValueError, match="no Jinja template: line 1"):
         gsm8k.convert(row, "{% if %}")
+    for fails in ("{{ question.text }}", "{{ question[99] }}", "{{ question | int / 0 }}"):
+        with pytest.raises(ValueError, match="prompt_template fails: ") as raised:
+            gsm8k.convert(row, fails)
+        assert not isinstance(raised.value, NotThisSet)
