@@ -14,7 +14,7 @@ from pathlib import Path
 from slime_like.checkpoints.files import read_json, replace_file
 from slime_like.errors import RunError
 from slime_like.weights.delta_local import LocalCheckpoint
-from slime_like.weights.delta_updates import updates_in
+from slime_like.weights.delta_updates import read_update, updates_in
 
 logger = logging.getLogger(__name__)
 
@@ -37,14 +37,19 @@ class CopyStatus:
         return self.run, self.number
 
 
-def copy_for(source: Path, engine: str) -> CopyStatus | None:
-    """Status of the copy that serves `engine`; None if no node lists this server."""
+def copy_for(source: Path, engine: str, update: tuple[str, int]) -> CopyStatus | None:
+    """Status of the copy that serves `engine`; None if no node lists this server.
+
+    A program that was started again with other servers leaves its earlier status: the copy that
+    has `update` (run, number) takes precedence, then the one that was written last.
+    """
+    found: list[tuple[bool, int, CopyStatus]] = []
     for path in (source / COPIES).glob("*.json"):
         with contextlib.suppress(OSError, ValueError, TypeError):
             status = CopyStatus(**read_json(path))
             if engine in status.engines:
-                return status
-    return None
+                found.append((status.update == update, path.stat().st_mtime_ns, status))
+    return max(found, key=lambda item: item[:2])[2] if found else None
 
 
 def follow(local: LocalCheckpoint, engines: list[str], stop: threading.Event) -> None:
@@ -56,17 +61,26 @@ def follow(local: LocalCheckpoint, engines: list[str], stop: threading.Event) ->
     status = CopyStatus(servers, str(local.folder.absolute()))
     is_written = False
     while not stop.wait(LOOK_S if is_written else 0.0):
-        newest = max(updates_in(local.source), default=0)
         before = status
-        if newest and (newest != status.number or status.error):
-            try:
-                update = local.update_to(newest)
-                status = dataclasses.replace(status, run=update.run, number=newest, error="")
-            except (RunError, ValueError, OSError) as error:
-                status = dataclasses.replace(status, number=0, error=str(error))
+        try:
+            newest = _newest(local.source)
+            if newest is not None and (newest != status.update or status.error):
+                update = local.update_to(newest[1])
+                status = dataclasses.replace(status, run=update.run, number=update.number, error="")
+        except (RunError, ValueError, OSError) as error:
+            status = dataclasses.replace(status, number=0, error=str(error))
         if status != before or not is_written:
             with contextlib.suppress(OSError):  # the next status is written again
                 path.parent.mkdir(parents=True, exist_ok=True)
                 replace_file(path, json.dumps(dataclasses.asdict(status)))
                 is_written = True
             logger.info(status.error or f"the copy {status.folder} is update {status.number}")
+
+
+def _newest(source: Path) -> tuple[str, int] | None:
+    """Run and number of the newest update, None if there is none. A new run counts from 1 again.
+    Raises ValueError for a record that cannot be read."""
+    for number in reversed(updates_in(source)):
+        with contextlib.suppress(FileNotFoundError):  # removed in the meantime
+            return read_update(source, number).run, number
+    return None

@@ -115,9 +115,10 @@ class DeltaTransport(WeightTransport):
         """The folder on the server's node, after it has applied the update. Raises
         RequestFailed."""
         deadline = time.monotonic() + wait_s
+        wanted = (update.run, update.number)
         while True:
-            copy = copy_for(self._root, worker.url)
-            if copy is not None and copy.update == (update.run, update.number):
+            copy = copy_for(self._root, worker.url, wanted)
+            if copy is not None and copy.update == wanted:
                 return Path(copy.folder)
             if time.monotonic() >= deadline or not worker.alive:
                 reason = "not running" if copy is None else copy.error or "late"

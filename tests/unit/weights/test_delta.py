@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import os
 import shutil
 import threading
 from pathlib import Path
@@ -14,7 +17,7 @@ from slime_like.engines.sglang.engine import SglangEngine
 from slime_like.errors import RunError
 from slime_like.weights import delta
 from slime_like.weights.buckets import as_buckets, as_bytes
-from slime_like.weights.delta_follow import copy_for, follow
+from slime_like.weights.delta_follow import COPIES, CopyStatus, copy_for, follow
 from slime_like.weights.delta_local import LocalCheckpoint
 from slime_like.weights.delta_updates import (
     Publication,
@@ -289,7 +292,7 @@ def test_hundred_updates_with_servers_that_are_killed_and_come_late(
                 assert len(updates_in(root)) <= 8
                 assert len(list(root.glob("full-*"))) == 1
             assert len(pool.ready()) == 3
-            found = copy_for(root, far.url)
+            found = copy_for(root, far.url, ("", 0))
             assert found is not None and same(stored(Path(found.folder)), weights)
             assert same(stored(near), weights)
             assert 0 < engine.take_metrics()["engine/weight_update_gb"] < 0.2 * sum(
@@ -303,6 +306,50 @@ def test_hundred_updates_with_servers_that_are_killed_and_come_late(
             server.hung = False
             server.stop()
     assert not updates_in(root) and not list(root.glob("full-*"))
+
+
+def test_a_copy_follows_a_new_run_with_the_same_number(model: str, tmp_path: Path) -> None:
+    root, folder, engine = tmp_path / "updates", tmp_path / "copy", "http://far:1"
+    stop = threading.Event()
+    thread = threading.Thread(
+        target=follow, args=(LocalCheckpoint(root, folder), [engine], stop), daemon=True
+    )
+    thread.start()
+    try:
+        for run in ("first", "second"):
+            trainer = Trainer(model, root, run)
+            trainer.send(1, fresh=True)
+            wanted = (run, 1)
+            wait_for(lambda wanted=wanted: status_of(root, engine).update == wanted, run)
+            assert same(stored(folder), trainer.weights)
+            remove_update(root, 1)  # as at the end of a run
+    finally:
+        stop.set()
+        thread.join()
+    status = status_of(root, engine)
+    assert status.update == ("second", 1) and not status.error
+
+
+def status_of(root: Path, engine: str) -> CopyStatus:
+    return copy_for(root, engine, ("", 0)) or CopyStatus((), "")
+
+
+def test_an_earlier_status_of_the_same_node_does_not_count(tmp_path: Path) -> None:
+    """`pull-weights` was started again with one server more; the folder of its statuses has any
+    order."""
+    (tmp_path / COPIES).mkdir()
+    old = CopyStatus(("http://a:1",), "/copy", "run", 5)
+    new = CopyStatus(("http://a:1", "http://a:2"), "/copy", "run", 6)
+    other = CopyStatus(("http://a:2",), "/copy", "run", 7)
+    for names in ("xyz", "zyx", "yzx"):
+        for written, (name, status) in enumerate(zip(names, (old, new, other), strict=True)):
+            path = tmp_path / COPIES / f"{name}.json"
+            path.write_text(json.dumps(dataclasses.asdict(status)))
+            os.utime(path, (written, written))
+        assert status_of(tmp_path, "http://a:1").number == 6, "the one written last"
+        found = copy_for(tmp_path, "http://a:1", ("run", 5))
+        assert found is not None and found.number == 5
+        assert status_of(tmp_path, "http://a:3").number == 0
 
 
 def test_a_server_on_a_node_without_a_copy_holds_nobody_up(model: str, tmp_path: Path) -> None:
