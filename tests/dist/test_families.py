@@ -552,7 +552,7 @@ def family_layouts(folder: Path) -> FamilyLayouts:
 
     # the norm megatron-core takes in float32; of it a parameter that is cut is easily left out
     limits = {**EXACT, "grad_norm": 1e-6}
-    return FamilyLayouts(folder, make, lambda family: "", limits, timeout_s=450)
+    return FamilyLayouts(folder, make, lambda family: "", limits, timeout_s=850)
 
 
 def test_a_layout_gives_the_numbers_of_one_process(layouts: FamilyLayouts, tmp_path: Path) -> None:

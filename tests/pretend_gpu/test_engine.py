@@ -27,7 +27,7 @@ def run(name: str, folder: Path, environment: dict[str, str], ranks: int = 1, **
     target = f"tests.pretend_gpu.engine_worker:{name}"
     arguments = {"folder": str(folder), **more}
     variables = {**environment, FOLDER: str(ENGINE)}
-    return run_ranks(target, ranks, folder, arguments, 300, preloaded=False, environment=variables)[
+    return run_ranks(target, ranks, folder, arguments, 800, preloaded=False, environment=variables)[
         0
     ]
 
@@ -143,7 +143,7 @@ def test_its_layers_give_the_numbers_of_local_layers(
     numbers = Numbers(tmp_path)
     chosen = SETTINGS[ranks]
     base = {"base": str(tmp_path), "cells": numbers.cells(chosen, layout=False)}
-    run_ranks("tests.pretend_gpu.worker:base_runs", 1, tmp_path / "base", base, 300)
+    run_ranks("tests.pretend_gpu.worker:base_runs", 1, tmp_path / "base", base, 800)
     cells = numbers.cells(chosen, layout=True)
     found = run("run_cells", tmp_path, environment, ranks, base=str(tmp_path), cells=cells)
     assert found.keys() == chosen.keys()
