@@ -72,13 +72,17 @@ class ConfigGroups:
         return (self.data,)
 
     @property
-    def starts_from(self) -> str | None:
-        """Folder of the policy's initial weights where --load has none: --hf-checkpoint, and
-        --ref-load for a command line written for slime, as there. With adapters it is their
-        base."""
+    def starts_from_reference(self) -> bool:
+        """Whether the policy's initial weights are --ref-load's, where --load has none: for a
+        command line written for slime, as there. With adapters they are the base's."""
         launch = (self.slime.actor_num_nodes, self.slime.actor_num_gpus_per_node)
         is_slime = launch != (None, None) and not self.lora.lora_rank
-        return (self.model.ref_load if is_slime else None) or self.model.hf_checkpoint
+        return is_slime and self.model.ref_load is not None
+
+    @property
+    def starts_from(self) -> str | None:
+        """Folder of the policy's initial weights where --load has none."""
+        return self.model.ref_load if self.starts_from_reference else self.model.hf_checkpoint
 
     @property
     def reference_is_base(self) -> bool:

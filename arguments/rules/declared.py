@@ -91,7 +91,7 @@ FACTS: Mapping[str, tuple[Callable[[Settings], bool], str]] = {
         "--use-kl-loss, --kl-coef or --loss-type dpo_loss or kto_loss",
     ),
     "@reference_or_start": (
-        lambda s: s.algorithm.needs_reference or s.starts_from == s.model.ref_load,
+        lambda s: s.algorithm.needs_reference or s.starts_from_reference,
         "--use-kl-loss, --kl-coef or --loss-type dpo_loss or kto_loss; only a command line written "
         "for slime starts from its weights, unless it trains adapters",
     ),
