@@ -9,7 +9,7 @@ from typing import Any
 from arguments.hf.model import HfModel
 from arguments.hf.moe import moe_layers
 from arguments.hf.quantization import has_quantized_weights
-from arguments.schema.lora import TARGETS, UNEMBEDDING
+from arguments.schema.lora import TARGETS
 from slime_like.weights.families import OUTPUT_LAYER, model_families
 
 MERGED = "; use --lora-sync merged"
@@ -70,8 +70,7 @@ def missing_words(model: HfModel) -> tuple[str, ...]:
 def _linear_modules(model: HfModel) -> set[str]:
     """Last components of the names of modules with adapters."""
     family = model_families.get(model.architecture)
-    tied = not model.gpt["untie_embeddings_and_output_weights"]
-    found = {*UNEMBEDDING} if tied else _modules(family.parameters[OUTPUT_LAYER])
+    found = _modules(family.parameters[OUTPUT_LAYER])
     absent = _absent_parts(model.transformer)
     for name, mapping in family.parameters.items():
         if mapping.linear and not any(part in name for part in absent):

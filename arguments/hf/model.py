@@ -60,6 +60,8 @@ class UnsupportedNetwork(ConfigError):
     only follow from this one."""
 
 
+# keys for which null does not mean that the file leaves them out
+OFF_IF_NULL = ("sliding_window", "q_lora_rank", "head_dim")
 VALUE_MODELS = re.compile(r"For(?:Token|Sequence)Classification$")
 
 
@@ -188,10 +190,14 @@ def _family(reader: _Reader, value_head: bool) -> tuple[str, ModelFamily]:
     family = model_families.get(names[0])
     if family.text_config:
         reader.config = _flat(reader, family)
-    reader.config = {**family.defaults, **_given(family.meant(reader.config))}
+    meant = family.meant(reader.config)
+    reader.config = _given(meant)
     for key, other in family.stand_ins.items():
         if reader.config.get(key) is None:
             reader.config[key] = reader.config.get(other)
+    off = {key for key in OFF_IF_NULL if key in meant and meant[key] is None}
+    defaults = {key: value for key, value in family.defaults.items() if key not in off}
+    reader.config = {**defaults, **_given(reader.config)}
     reader.config = {**family.derived(reader.config), **_given(reader.config)}
     model_type = reader.config.get("model_type", family.model_type)
     if model_type not in (family.model_type, *family.other_model_types):

@@ -26,7 +26,7 @@ from slime_like.weights.export_plan import DEFAULT_BUCKET_BYTES, Parameter, Tens
 from slime_like.weights.hf_save import check_folders, complete_folder
 from slime_like.weights.parameter_map import float32_buffers
 from slime_like.weights.quantized import QuantizedWeight
-from slime_like.weights.safetensors_reader import WeightFiles
+from slime_like.weights.safetensors_reader import WeightFiles, weights_digest
 from slime_like.weights.safetensors_writer import ShardPlan, plan_shards
 from slime_like.weights.untrained import (
     read_untrained,
@@ -75,6 +75,8 @@ class NetworkSource:
         self._export = network.hf_export(network.hf, dtype, DEFAULT_BUCKET_BYTES, quantized)
         # they keep the checkpoint's dtype
         self._kept = float32_buffers(network.chunks)
+        config = Path(template) / "config.json"
+        self.origin = hash_file(config).sha256  # of what the output takes from the template
         # by name; no parameter holds an untrained tensor of the template
         self.tensors: dict[str, tuple[Parameter | None, TensorPlan]] = {
             plan.name: (parameter, plan)
@@ -85,6 +87,7 @@ class NetworkSource:
         copies_untrained = not network.value_head and untrained_prefixes(network.hf, mtp_layers)
         if not (self._repeated or copies_untrained):
             return
+        self.origin += weights_digest(template)
         with WeightFiles(template) as files:
             for copy in sorted(self._repeated.keys() & files.names):
                 parameter, plan = self.tensors[self._repeated[copy]]
@@ -168,7 +171,7 @@ def convert_to_hf(
     kept = write_shards(
         folder,
         shards,
-        hash_file(checkpoint / MANIFEST).sha256,
+        hash_file(checkpoint / MANIFEST).sha256 + source.origin,
         source.stream,
         complete,
         workers=workers,

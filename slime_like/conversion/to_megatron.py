@@ -25,7 +25,13 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from slime_like import __version__
-from slime_like.checkpoints.files import FileRecord, complete_file, mark_complete, write_file
+from slime_like.checkpoints.files import (
+    FileRecord,
+    complete_file,
+    mark_complete,
+    remove_folder,
+    write_file,
+)
 from slime_like.checkpoints.folders import (
     checkpoint_folder,
     complete_steps,
@@ -111,6 +117,9 @@ def convert_to_megatron(
     }
 
     def complete() -> int:
+        for path in folder.iterdir():
+            if path.name != name:  # of an interrupted conversion of another network
+                remove_folder(path) if path.is_dir() else path.unlink()
         records = {f"{name}/{file.name}": file.record for file in written}
         assert plan.common is not None, "rank 0 has it"
         records[f"{name}/{common_file()}"] = write_file(folder / name / common_file(), plan.common)

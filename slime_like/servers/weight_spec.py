@@ -11,6 +11,7 @@ from pathlib import Path
 from arguments.hf.model import read_hf_model
 from slime_like.errors import RunError
 from slime_like.text import list_names
+from slime_like.weights.families import LM_HEAD, head_name
 from slime_like.weights.safetensors_reader import stored_tensors
 
 # Checkpoint entries that are not synced: buffers of old writers, multi-token prediction heads.
@@ -45,11 +46,10 @@ def compare_with_checkpoint(sent: Mapping[str, tuple[int, ...]], folder: str) ->
     expected = checkpoint_shapes(folder)
     if not expected:
         return
-    tied = {"lm_head.weight"}
+    hf = read_hf_model(folder)
+    tied = {LM_HEAD, head_name(hf.architecture)}
     left_out = tuple(
-        prefix
-        for prefix in read_hf_model(folder).untrained_prefixes
-        if not any(n.startswith(prefix) for n in sent)
+        prefix for prefix in hf.untrained_prefixes if not any(n.startswith(prefix) for n in sent)
     )
     missing = [
         n

@@ -16,7 +16,7 @@ from torch import Tensor
 from arguments.hf.model import HfModel
 from arguments.schema import GPTModelConfig
 from slime_like.weights.export_plan import DEFAULT_BUCKET_BYTES, Parameter, TensorPlan, plan_buckets
-from slime_like.weights.families import EMBEDDING, LM_HEAD, OUTPUT_LAYER
+from slime_like.weights.families import EMBEDDING, OUTPUT_LAYER, head_name
 from slime_like.weights.gather import WeightStream, find_senders
 from slime_like.weights.mappings import ExpertSlice, Mapping, Sizes, VocabParallel
 from slime_like.weights.parameter_map import (
@@ -87,7 +87,7 @@ class HfExport:
             vision=gpt.vision if gpt.vision is not None and gpt.vision.trained else None,
         )
         if untied_head:
-            self._family = {**self._family, OUTPUT_LAYER: VocabParallel(LM_HEAD)}
+            self._family[OUTPUT_LAYER] = VocabParallel(head_name(hf.architecture))
         self._copies: dict[str, list[RowCopy]] = {}  # by parameter; shards keep their shapes
         # optimizer steps update these parameters in place
         self._local = self._local_parameters()

@@ -15,7 +15,7 @@ from torch import Tensor
 from arguments.hf.model import HfModel
 from arguments.schema import GPTModelConfig
 from slime_like.checkpoints.manifest import describe
-from slime_like.weights.families import LM_HEAD
+from slime_like.weights.families import LM_HEAD, head_name
 from slime_like.weights.families.base import EMBEDDING, model_families
 from slime_like.weights.mappings import Mapping, Sizes, TensorPart, TokenExperts
 from slime_like.weights.parameter_map import (
@@ -143,11 +143,13 @@ def open_hf_weights(
         stored = {name: mapping for name, mapping in family.items() if name not in absent}
         ignored = untrained_prefixes(hf, None if value_head else gpt.mtp_num_layers)
         repeated = repeated_tensors(hf, gpt.mtp_num_layers)
-        _check_names(files, stored, folder, sizes, (*ignored, *repeated))
+        head = head_name(hf.architecture)
+        _check_names(files, stored, folder, sizes, (*ignored, *repeated, head))
         _check_tensors(files, stored, folder, sizes)
         _check_constants(files, hf, folder)
         if not (value_head or gpt.untie_embeddings_and_output_weights):
-            _check_tied(files, family, folder, sizes)
+            for name in {head, LM_HEAD} & files.names:
+                _check_tied(files, name, family, folder, sizes)
         on_error.pop_all()
     return HfWeights(stored, parts, frozenset(absent), files)
 
@@ -223,8 +225,9 @@ def _check_names(
     untrained: tuple[str, ...] = (),
 ) -> None:
     expected = set(chain.from_iterable(mapping.hf_shapes(sizes) for mapping in family.values()))
-    # Files of tied models may repeat the embedding as lm_head, and old files contain rotary tables;
-    # transformers ignores both.
+    # Files of tied models may repeat the embedding as the output layer, under the family's name
+    # (among `untrained`) or as lm_head, and old files contain rotary tables; transformers ignores
+    # both.
     unexpected = {
         name
         for name in files.names - expected
@@ -240,14 +243,16 @@ def _check_names(
         raise ValueError(f"weights in {folder}: " + "; ".join(problems))
 
 
-def _check_tied(files: WeightFiles, family: dict[str, Mapping], folder: str, sizes: Sizes) -> None:
-    """Check that an output layer in the files of a tied model repeats the embedding."""
+def _check_tied(
+    files: WeightFiles, head: str, family: dict[str, Mapping], folder: str, sizes: Sizes
+) -> None:
+    """Check that an output layer `head` in the files of a tied model repeats the embedding."""
     (embedding,) = family[EMBEDDING].hf_shapes(sizes)
-    if LM_HEAD in files.names and not files.is_copy(LM_HEAD, embedding):
+    if not files.is_copy(head, embedding):
         raise ValueError(
-            f"weights in {folder}: config.json has tie_word_embeddings true, and {LM_HEAD} is "
+            f"weights in {folder}: config.json has tie_word_embeddings true, and {head} is "
             f"another matrix than {embedding}, so that transformers unties them; set "
-            f"tie_word_embeddings to false, or remove {LM_HEAD}"
+            f"tie_word_embeddings to false, or remove {head}"
         )
 
 

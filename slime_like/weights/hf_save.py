@@ -28,7 +28,7 @@ from slime_like.data.tokenizer import VOCABULARY_FILES
 from slime_like.distributed.collectives import from_rank_zero, gather, is_rank_zero, together
 from slime_like.errors import RunError
 from slime_like.weights.export_plan import TensorPlan
-from slime_like.weights.families import LM_HEAD
+from slime_like.weights.families import LM_HEAD, head_name, model_families
 from slime_like.weights.gather import WeightStream
 from slime_like.weights.parameter_map import SCORE
 from slime_like.weights.quantized import find_quantized_weights
@@ -201,7 +201,7 @@ def complete_folder(
         source,
         dtype=None if quantized else main_dtype(tensors.values()),
         value_task=value_task if SCORE in tensors else None,
-        untied_head=LM_HEAD in tensors,
+        untied_head=not tensors.keys().isdisjoint(head_names(source)),
         quantization=quantization,
     )
 
@@ -249,6 +249,12 @@ def finish_folder(
     (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     for path in [*temporary.rglob("*"), temporary]:
         sync_path(path)
+
+
+def head_names(source: Path) -> set[str]:
+    """Names that the output layer of a model with this folder's config.json may have."""
+    named = read_json(source / "config.json").get("architectures") or []
+    return {LM_HEAD, *(head_name(each) for each in named if each in model_families.names())}
 
 
 def _copy_others(source: Path, target: Path) -> None:

@@ -4,6 +4,7 @@ and back: bit by bit."""
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,18 @@ from scripts.make_tiny_model import make_tiny_model
 from slime_like.checkpoints.folders import writing_folder
 from slime_like.checkpoints.manifest import MANIFEST, read_manifest
 from slime_like.errors import RunError
+from slime_like.weights.export_plan import TensorPlan
 from slime_like.weights.families import model_families
+from slime_like.weights.hf_save import complete_folder
+from slime_like.weights.safetensors_writer import ShardPlan
+from slime_like.weights.untrained import untrained_prefixes
 from tests.dist.convert_worker import stored_weights
 from tests.dist.test_convert import SIZES
 from tests.dist.test_convert_moe import SELECTING
 
 megatron_patches.apply()
 
+from slime_like.conversion import to_hf  # noqa: E402
 from slime_like.conversion.network import Converted, MetaNetwork, conversion_layout  # noqa: E402
 from slime_like.conversion.to_hf import NetworkSource, convert_to_hf  # noqa: E402
 from slime_like.conversion.to_megatron import convert_to_megatron  # noqa: E402
@@ -154,7 +160,9 @@ def test_a_conversion_to_bfloat16_keeps_what_training_keeps_in_float32(
         assert after[name].dtype == dtype and torch.equal(after[name], tensor.to(dtype)), name
 
 
-@pytest.mark.parametrize("name", ["DeepseekV32ForCausalLM"])
+@pytest.mark.parametrize(
+    "name", ["DeepseekV32ForCausalLM", "Qwen4ExpForConditionalGeneration", "DeepseekV4ForCausalLM"]
+)
 def test_a_file_in_bfloat16_keeps_what_training_keeps_in_float32(
     alone: ParallelLayout, tmp_path: Path, name: str
 ) -> None:
@@ -194,3 +202,82 @@ def test_a_file_in_bfloat16_keeps_what_training_keeps_in_float32(
     assert compare_bits(source, str(output)) == len(full.parameters)
     config = json.loads((output / "config.json").read_text())
     assert config.get("dtype", config.get("torch_dtype")) == "bfloat16"
+
+
+def test_a_conversion_continues_with_files_of_its_own_template_only(
+    alone: ParallelLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the run does not train is the template's. What is left of the conversion of another
+    network is not published."""
+    one, two = str(tmp_path / "one"), str(tmp_path / "two")
+    output = tmp_path / "hf"
+    make_tiny_model("DeepseekV3ForCausalLM", Path(one), num_nextn_predict_layers=1)
+    hf = read_hf_model(one)
+    settings = conversion_layout(hf)
+    other = writing_folder(tmp_path / "ck", 0) / "critic"
+    other.mkdir(parents=True)
+    (other / "__0_0.distcp").write_text("large")
+    network = MetaNetwork(hf, settings, alone)
+    done = convert_to_megatron(network, one, str(tmp_path / "ck"), workers=1)
+    assert not (done.folder / "critic").exists()
+    weights = stored_weights(one)
+    shutil.copytree(one, two)
+    (untrained,) = untrained_prefixes(hf)
+    changed = {n: t + 1 if n.startswith(untrained) else t for n, t in weights.items()}
+    assert any(name.startswith(untrained) for name in weights)
+    save_file(changed, f"{two}/model.safetensors", metadata={"format": "pt"})
+
+    def convert(template: str) -> Converted:
+        source = NetworkSource(MetaNetwork(hf, settings, alone), done.folder / "policy", template)
+        return convert_to_hf(
+            source, template, str(output), checkpoint=done.folder, max_shard_bytes=20_000
+        )
+
+    with monkeypatch.context() as full:
+        full.setattr(to_hf, "complete_folder", fail)
+        with pytest.raises(OSError, match="full"):
+            convert(one)
+    assert list(tmp_path.glob(".hf.partial/*.safetensors"))
+    assert convert(two).kept == 0
+    after = stored_weights(str(output))
+    assert all(torch.equal(after[name], tensor) for name, tensor in changed.items())
+
+
+def fail(*ignored: object, **also: object) -> None:
+    raise OSError(28, "full")
+
+
+def test_the_output_layer_of_a_tied_gemma_has_its_published_name(
+    alone: ParallelLayout, tmp_path: Path
+) -> None:
+    """It is written if an adapter unties it, and a file may repeat the embedding under it."""
+    folder, head = tmp_path / "model", "language_model.lm_head.weight"
+    make_tiny_model("Gemma3ForConditionalGeneration", folder)
+    hf = read_hf_model(str(folder))
+    network = MetaNetwork(hf, conversion_layout(hf), alone)
+    export = network.hf_export(hf, None, 2**20, untied_head=True)
+    assert export.parameters[-1].outputs[0].name == head
+    weights = stored_weights(str(folder))
+    embedding = weights["language_model.model.embed_tokens.weight"]
+
+    def rewrite(name: str, tensor: torch.Tensor, *, tied: bool) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        config["tie_word_embeddings"] = tied
+        config["text_config"].pop("tie_word_embeddings", None)
+        (folder / "config.json").write_text(json.dumps(config))
+        save_file({**weights, name: tensor}, folder / "model.safetensors")
+
+    for name in (head, "lm_head.weight"):
+        rewrite(name, embedding.clone(), tied=True)
+        network.open_hf(str(folder)).files.close()
+        rewrite(name, embedding + 1, tied=True)
+        with pytest.raises(ValueError, match=rf"and {name} is another matrix"):
+            network.open_hf(str(folder))
+    made = tmp_path / "made"
+    made.mkdir()
+    shard = ShardPlan("model.safetensors", (TensorPlan.of(head, embedding),))
+    complete_folder(made, folder, [shard])
+    assert json.loads((made / "config.json").read_text())["tie_word_embeddings"] is False
+    rewrite(head, embedding + 1, tied=False)
+    untied = read_hf_model(str(folder))
+    MetaNetwork(untied, conversion_layout(untied), alone).open_hf(str(folder)).files.close()

@@ -500,3 +500,25 @@ def test_one_process_takes_the_steps_of_peft(
     state = untied.state_dict()
     assert all(torch.equal(state[name], tensor) for name, tensor in worker.weights(backend).items())
     assert not torch.equal(state["lm_head.weight"], state["model.embed_tokens.weight"])
+
+
+def test_an_output_layer_of_either_name(alone: Any, files: dict[str, str], tmp_path: Path) -> None:
+    """A tied output layer is saved under the name that the family's files have, and also loaded as
+    lm_head, as PEFT and earlier versions call it."""
+    folder, name = tmp_path / "model", "base_model.model.language_model.lm_head.lora_B.weight"
+    make_tiny_model("Gemma3ForConditionalGeneration", folder)
+    settings = worker.settings(str(folder), f"{PLAIN} {WITH_HEAD}")
+    backend = MegatronBackend(settings, alone, total_steps=STEPS)
+    backend.save_adapter(str(tmp_path / "adapter"))
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    tensors = load_file(file)
+    tensors[name] += 1
+    save_file(tensors, file)
+    load_adapter(str(file.parent), worker.adapter_of(backend), str(folder))
+    factors = worker.factors(backend)
+    assert factors["language_model.lm_head.lora_B"].min() == 1
+    tensors[name] += 1
+    save_file({n.replace("language_model.lm_head", "lm_head"): t for n, t in tensors.items()}, file)
+    load_adapter(str(file.parent), worker.adapter_of(backend), str(folder))
+    factors = worker.factors(backend)
+    assert factors["language_model.lm_head.lora_B"].min() == 2

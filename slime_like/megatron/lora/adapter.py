@@ -20,6 +20,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from arguments.schema import GPTModelConfig
+from arguments.schema.lora import UNEMBEDDING
 from slime_like.megatron.lora.base import VALUE_HEAD, LoraBase
 from slime_like.megatron.lora.config import LoraSpec
 from slime_like.megatron.lora.layers import (
@@ -173,7 +174,8 @@ def shard_shape(factor: Factor, layout: ParallelLayout, gpt: GPTModelConfig) -> 
 
 
 def _is_head_factor(factor: Factor) -> bool:
-    return factor.name.startswith("lm_head.")
+    module = factor.name.rpartition(".")[0]
+    return module.rpartition(".")[2] in UNEMBEDDING
 
 
 def _ranks(layout: ParallelLayout, config: TransformerConfig, factor: Factor) -> Ranks:

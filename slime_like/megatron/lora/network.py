@@ -24,6 +24,7 @@ from slime_like.megatron.lora.config import LoraSpec
 from slime_like.megatron.lora.targets import HEAD, Target, targets_of
 from slime_like.megatron.trained_network import TrainedNetwork
 from slime_like.weights.export_plan import DEFAULT_BUCKET_BYTES
+from slime_like.weights.families import head_name
 from slime_like.weights.gather import WeightStream
 from slime_like.weights.quantized import QuantizedWeight
 
@@ -58,7 +59,8 @@ class LoraNetwork(TrainedNetwork):
         self.device = base.device
         self.chunks = base.chunks
         self.modules = base.modules
-        self.targets: list[Target] = targets_of(spec, base.family, base.sizes, tied=base.tied)
+        tied_head = head_name(base.hf.architecture) if base.tied else None
+        self.targets: list[Target] = targets_of(spec, base.family, base.sizes, tied_head=tied_head)
         self.adapters = [
             AdapterChunk(base, index, self.targets, spec) for index in range(len(base.chunks))
         ]

@@ -20,6 +20,7 @@ from arguments.hf.peft_adapter import (
     adapter_config,
     read_adapter_config,
 )
+from arguments.schema.lora import UNEMBEDDING
 from slime_like.checkpoints.files import sync_path
 from slime_like.checkpoints.folders import check_replaceable
 from slime_like.checkpoints.replacement import folder_to_replace, replacing
@@ -27,13 +28,13 @@ from slime_like.distributed.collectives import from_rank_zero, together
 from slime_like.megatron.lora.gather import gather_factors, set_factors
 from slime_like.megatron.lora.network import LoraNetwork
 from slime_like.megatron.lora.targets import peft_name
-from slime_like.weights.families import EMBEDDING, LM_HEAD, model_families
+from slime_like.weights.families import EMBEDDING, head_name, model_families
 from slime_like.weights.mappings import VocabParallel
 from slime_like.weights.safetensors_reader import WeightFiles, listed
 from slime_like.weights.safetensors_writer import save_tensors
 
 BASE_DIGEST = "base_digest"  # of the tensors' metadata, which PEFT ignores
-BASE_HEAD = "lm_head.base_layer"  # PEFT saves it with the factors of an output layer
+BASE_LAYER = "base_layer"  # PEFT saves that of an output layer with its factors
 
 
 def save_adapter(
@@ -105,14 +106,19 @@ def _check_config(folder: str, adapter: PeftAdapter, network: LoraNetwork) -> No
 def _read_tensors(path: Path, network: LoraNetwork, base_model: str) -> dict[str, Tensor]:
     factors = itertools.chain.from_iterable(target.all_factors for target in network.targets)
     shapes = {factor.name: factor.shape for factor in factors}
+    output_layer = head_name(network.base.hf.architecture).removesuffix(".weight")
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
-            tensors = {_factor_name(n): file.get_tensor(n) for n in file.keys()}  # noqa: SIM118
+            tensors = {
+                _factor_name(name, output_layer): file.get_tensor(name)
+                for name in file.keys()  # noqa: SIM118
+            }
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
-    head = tensors.pop(BASE_HEAD, None)
+    base_head = f"{output_layer}.{BASE_LAYER}"
+    head = tensors.pop(base_head, None)
     if head is not None and not torch.equal(head, read_output_layer(base_model).to(head.dtype)):
-        raise ValueError(f"{path}: {BASE_HEAD} is not the output layer of {base_model}")
+        raise ValueError(f"{path}: {base_head} is not the output layer of {base_model}")
     common = shapes.keys() & tensors.keys()
     problems = {
         "missing factors": shapes.keys() - tensors.keys(),
@@ -134,14 +140,17 @@ def read_output_layer(folder: str) -> Tensor:
     """Read the output layer weight of a Hugging Face folder, [vocabulary, hidden]; the embedding if
     they are tied."""
     with WeightFiles(folder) as files:
-        name = LM_HEAD
+        architecture = read_hf_model(folder).architecture
+        name = head_name(architecture)
         if name not in files.names:
-            parameters = model_families.get(read_hf_model(folder).architecture).parameters
-            embedding = parameters[EMBEDDING]
+            embedding = model_families.get(architecture).parameters[EMBEDDING]
             assert isinstance(embedding, VocabParallel)
             name = embedding.hf
         return files.read(name, 0, 0, files.shape(name)[0])
 
 
-def _factor_name(name: str) -> str:
-    return name.removeprefix(PEFT_PREFIX).removesuffix(".weight")
+def _factor_name(name: str, output_layer: str) -> str:
+    """The factor of a tensor in a file, which may call any model's output layer lm_head."""
+    factor = name.removeprefix(PEFT_PREFIX).removesuffix(".weight")
+    module, dot, rest = factor.partition(".")
+    return f"{output_layer}.{rest}" if module in UNEMBEDDING and dot else factor

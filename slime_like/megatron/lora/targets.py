@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from arguments.hf.peft_adapter import PEFT_PREFIX
 from slime_like.megatron.lora.config import LoraSpec
-from slime_like.weights.families import LM_HEAD, OUTPUT_LAYER
+from slime_like.weights.families import OUTPUT_LAYER
 from slime_like.weights.mappings import Mapping, Sizes, VocabParallel
 from slime_like.weights.parameter_map import expert_number
 
@@ -70,19 +70,19 @@ class Target:
 
 
 def targets_of(
-    spec: LoraSpec, family: MappingOf[str, Mapping], sizes: Sizes, *, tied: bool
+    spec: LoraSpec, family: MappingOf[str, Mapping], sizes: Sizes, *, tied_head: str | None
 ) -> list[Target]:
     """The weights that `spec` targets.
 
     Args:
         family: All parameters of the model; see `family_map`.
-        tied: The output layer shares the embedding weight; factors of lm_head then apply to the
-            output layer only.
+        tied_head: Name in files of an output layer that shares the embedding weight, to which
+            factors then apply alone; None: they share nothing.
 
     Raises:
         ValueError: The model has none of the targets; names them.
     """
-    family = {**family, HEAD: VocabParallel(LM_HEAD)} if tied else family
+    family = {**family, HEAD: VocabParallel(tied_head)} if tied_head is not None else family
     candidates = (_target(spec, name, mapping, sizes) for name, mapping in family.items())
     targets = [target for target in candidates if target is not None]
     if not targets:

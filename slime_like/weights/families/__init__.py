@@ -48,6 +48,7 @@ from slime_like.weights.families.base import (
     OUTPUT_LAYER,
     ConfigReader,
     ModelFamily,
+    head_name,
     model_families,
     register_model_family,
 )
@@ -58,6 +59,7 @@ __all__ = [
     "OUTPUT_LAYER",
     "ConfigReader",
     "ModelFamily",
+    "head_name",
     "model_families",
     "register_model_family",
 ]

@@ -144,7 +144,8 @@ class ModelFamily:
     # legal model types of `text_config`, the object of the file with the language model's keys;
     # none: the keys are at the top
     text_config: tuple[str, ...] = ()
-    # key -> its value in files that leave it out, where that is no default of every family
+    # key -> its value in files that leave it out, as in transformers' class, where that is no
+    # default of every family
     defaults: Mapping[str, object] = field(default_factory=dict)
     # required key -> key that is read if it is absent
     stand_ins: Mapping[str, str] = field(default_factory=dict)
@@ -174,6 +175,12 @@ class ModelFamily:
 
 
 model_families: Registry[ModelFamily] = Registry("architecture")
+
+
+def head_name(architecture: str) -> str:
+    """The output layer's name in files of a family. Raises ValueError if it is not registered."""
+    mapping = model_families.get(architecture).parameters.get(OUTPUT_LAYER)
+    return mapping.hf if isinstance(mapping, mappings.VocabParallel) else LM_HEAD
 
 
 def register_model_family(family: ModelFamily) -> ModelFamily:

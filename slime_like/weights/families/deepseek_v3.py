@@ -151,6 +151,10 @@ DEEPSEEK_V3 = ModelFamily(
     required=REQUIRED,
     keys=KEYS,
     settings=deepseek_settings,
+    defaults={
+        **{"max_position_embeddings": 4096, "q_lora_rank": 1536, "n_group": 8, "topk_group": 4},
+        **{"routed_scaling_factor": 2.5, "first_k_dense_replace": 3},
+    },
     # transformers 5 derives it, and does not save it (GLM-4.7-Flash: 2048 channels, 20 heads)
     stand_ins={"head_dim": "qk_rope_head_dim"},
     other_model_types=("kimi_k2",),
@@ -171,6 +175,10 @@ register_model_family(
         architecture="Glm4MoeLiteForCausalLM",
         model_type="glm4_moe_lite",
         other_model_types=(),
+        defaults={
+            **{"rms_norm_eps": 1e-5, "max_position_embeddings": 202752, "q_lora_rank": 768},
+            **{"routed_scaling_factor": 1.8, "first_k_dense_replace": 1},
+        },
         published=("GLM-4.7-Flash",),
         tiny={**DEEPSEEK_V3.tiny, "n_group": 1, "topk_group": 1},
     )

@@ -100,6 +100,7 @@ DEEPSEEK_V32 = dataclasses.replace(
     required=(*DEEPSEEK_V3.required, "q_lora_rank", *SIZES),
     keys=DEEPSEEK_V3.keys | {*SIZES, "indexer_rope_interleave"},
     settings=_deepseek,
+    defaults={**DEEPSEEK_V3.defaults, "max_position_embeddings": 163840},
     other_model_types=(),
     layer_types=frozenset({"indexed_attention"}),
     published=("DeepSeek-V3.2",),
@@ -118,6 +119,10 @@ register_model_family(
         # what several drafted tokens share, and the type of the router's products
         | {*SHARING, "index_share_for_mtp_iteration", "moe_router_dtype"},
         settings=_glm,
+        defaults={
+            **{"rms_norm_eps": 1e-5, "max_position_embeddings": 202752},
+            **{"routed_scaling_factor": 2.5, "first_k_dense_replace": 3},
+        },
         unused_weights=_indexers_without_use,
         published=("GLM-5",),
         tiny={**DEEPSEEK_V32.tiny, "n_group": 1, "topk_group": 1},

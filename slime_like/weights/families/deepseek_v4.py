@@ -30,6 +30,7 @@ from slime_like.weights.mappings import (
     Mapping,
     OfLayer,
     Replicated,
+    ReplicatedMatrix,
     ReplicatedRows,
     RowParallel,
     Sizes,
@@ -270,13 +271,6 @@ def _tables(reader: ConfigReader) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class Matrix(ReplicatedRows):
-    """A matrix on every rank that can have no adapter."""
-
-    linear: ClassVar[bool] = False
-
-
-@dataclass(frozen=True)
 class ByGroups(ColumnParallel):
     """The first matrix of the output projection, whose rows are sharded by groups of heads; it can
     have no adapter."""
@@ -302,12 +296,15 @@ class OfEntries(OfLayer):
         return [TensorPart(self.hf, 0, self.hf_shapes(sizes)[self.hf][0])]
 
 
-def _hyper_parameters() -> dict[str, Mapping]:
+def hyper_parameters(hf_layer: str) -> dict[str, Mapping]:
+    """Parameters of the hyper-connections of a layer. hf_layer: its prefix in the file."""
     found: dict[str, Mapping] = {}
     for own, block in {"self_attention": "attn", "mlp": "ffn"}.items():
         prefix = f"{LAYER}.{own}_hyper_connection"
-        file = f"{HF_LAYER}.hc_{block}"
-        found[f"{prefix}.weight"] = Matrix(f"{file}_fn", "stream_weights", "stream_channels")
+        file = f"{hf_layer}.hc_{block}"
+        found[f"{prefix}.weight"] = ReplicatedMatrix(
+            f"{file}_fn", "stream_weights", "stream_channels"
+        )
         found[f"{prefix}.base"] = Replicated(f"{file}_base", "stream_weights")
         found[f"{prefix}.scale"] = Replicated(f"{file}_scale", "stream_scales")
     return found
@@ -325,22 +322,22 @@ def _compressor(own: str, file: str, dim: str) -> dict[str, Mapping]:
 PARAMETERS: dict[str, Mapping] = {
     EMBEDDING: VocabParallel("embed.weight"),
     f"{LAYER}.input_layernorm.weight": Replicated(f"{HF_LAYER}.attn_norm.weight"),
-    f"{ATTENTION}.query_down_weight": Matrix(f"{HF_ATTENTION}.wq_a.weight", "q_latent"),
+    f"{ATTENTION}.query_down_weight": ReplicatedMatrix(f"{HF_ATTENTION}.wq_a.weight", "q_latent"),
     f"{ATTENTION}.query_norm_weight": Replicated(f"{HF_ATTENTION}.q_norm.weight", "q_latent"),
     f"{ATTENTION}.linear_q_up_proj.weight": ColumnParallel(
         f"{HF_ATTENTION}.wq_b.weight", "query", "q_latent"
     ),
-    f"{ATTENTION}.kv_weight": Matrix(f"{HF_ATTENTION}.wkv.weight", "head_dim"),
+    f"{ATTENTION}.kv_weight": ReplicatedMatrix(f"{HF_ATTENTION}.wkv.weight", "head_dim"),
     f"{ATTENTION}.kv_norm_weight": Replicated(f"{HF_ATTENTION}.kv_norm.weight", "head_dim"),
     f"{ATTENTION}.core_attention.softmax_offset": HeadParallel(f"{HF_ATTENTION}.attn_sink"),
     **_compressor(f"{ATTENTION}.compressor", f"{HF_ATTENTION}.compressor", "head_dim"),
     **_compressor(
         f"{ATTENTION}.indexer.compressor", f"{HF_ATTENTION}.indexer.compressor", "index_dim"
     ),
-    f"{ATTENTION}.indexer.wq_b": Matrix(
+    f"{ATTENTION}.indexer.wq_b": ReplicatedMatrix(
         f"{HF_ATTENTION}.indexer.wq_b.weight", "index_query", "q_latent"
     ),
-    f"{ATTENTION}.indexer.weights_proj": Matrix(
+    f"{ATTENTION}.indexer.weights_proj": ReplicatedMatrix(
         f"{HF_ATTENTION}.indexer.weights_proj.weight", "index_heads"
     ),
     f"{ATTENTION}.output_weight": ByGroups(
@@ -367,8 +364,8 @@ PARAMETERS: dict[str, Mapping] = {
     f"{MLP}.shared_experts.linear_fc2.weight": RowParallel(
         f"{HF_EXPERTS}.shared_experts.w2.weight", "shared_ffn"
     ),
-    **_hyper_parameters(),
-    f"{FINAL}.sum_weight": Matrix("hc_head_fn", "streams", "stream_channels"),
+    **hyper_parameters(HF_LAYER),
+    f"{FINAL}.sum_weight": ReplicatedMatrix("hc_head_fn", "streams", "stream_channels"),
     f"{FINAL}.sum_base": Replicated("hc_head_base", "streams"),
     f"{FINAL}.sum_scale": Replicated("hc_head_scale", "one"),
     f"{FINAL}.weight": Replicated("norm.weight"),

@@ -27,6 +27,7 @@ register_model_family(
         qk_norm=True,
         settings=sigmoid_experts,
         windows=after_max_window_layers,
+        defaults={"max_window_layers": 62},
         layer_types=WINDOWS,
         published=("dots.llm1",),
         tiny={**TINY, "head_dim": 16},

@@ -7,8 +7,6 @@ from slime_like.weights.families.base import ConfigReader, ModelFamily, register
 
 
 def _settings(reader: ConfigReader) -> dict[str, object]:
-    if reader.config.get("tie_word_embeddings") is None:  # transformers' default
-        reader.config["tie_word_embeddings"] = True
     return {"rotary_interleaved": True}
 
 
@@ -19,6 +17,9 @@ register_model_family(
         llama.PARAMETERS,
         required=("num_key_value_heads", "rms_norm_eps"),
         settings=_settings,
+        defaults={
+            **{"tie_word_embeddings": True, "head_dim": 128, "max_position_embeddings": 131072},
+        },
         rope_theta=500000.0,
         published=("ERNIE-4.5-0.3B",),
         tiny={"head_dim": 16, "tie_word_embeddings": True},

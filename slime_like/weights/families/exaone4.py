@@ -24,13 +24,17 @@ PARAMETERS: dict[str, Mapping] = {
 }
 
 
+DEFAULTS = {"rms_norm_eps": 1e-5, "sliding_window": 4096}
+
+
 def windows(reader: ConfigReader) -> list[bool]:
-    """By `sliding_window_pattern`: "LLLG", local and global layers, or a number, of which the last
-    is global. The last layer of the model is global in either case."""
+    """By `sliding_window_pattern`: "LLLG", local and global layers, where the last layer of the
+    model is global too, or a number of layers, the last of which is global."""
     pattern = reader.config.get("sliding_window_pattern") or 4
-    letters = pattern if isinstance(pattern, str) else "L" * (pattern - 1) + "G"
     layers = reader.number("num_hidden_layers")
-    return [letters[n % len(letters)] == "L" and n < layers - 1 for n in range(layers)]
+    if isinstance(pattern, str):
+        return [pattern[n % len(pattern)] == "L" and n < layers - 1 for n in range(layers)]
+    return [(n + 1) % pattern != 0 for n in range(layers)]
 
 
 def rotated_in_windows(reader: ConfigReader) -> dict[str, object]:
@@ -57,6 +61,7 @@ register_model_family(
         keys=frozenset({"sliding_window_pattern"}),
         settings=_settings,
         windows=windows,
+        defaults=DEFAULTS,
         layer_types=WINDOWS,
         published=("EXAONE-4",),
         tiny={"head_dim": 16, "sliding_window": 6, "sliding_window_pattern": 2},

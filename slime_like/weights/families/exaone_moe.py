@@ -44,6 +44,9 @@ register_model_family(
         settings=_settings,
         stand_ins=NAMES,
         windows=exaone4.windows,
+        defaults={
+            **{**exaone4.DEFAULTS, "routed_scaling_factor": 2.5, "first_k_dense_replace": 1},
+        },
         layer_types=WINDOWS,
         published=("K-EXAONE",),
         tiny={

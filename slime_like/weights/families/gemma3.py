@@ -35,6 +35,9 @@ KEYS = {
     "rope_local_base_freq",
     "cache_implementation",
 }
+DEFAULTS = {
+    **{"tie_word_embeddings": True, "sliding_window": 4096, "max_position_embeddings": 131072},
+}
 PATTERN = {"sliding_window_pattern", "_sliding_window_pattern"}
 
 
@@ -42,8 +45,6 @@ def _settings(reader: ConfigReader) -> dict[str, object]:
     config = reader.config
     if (activation := config.get("hidden_activation", ACTIVATION)) != ACTIVATION:
         reader.refuse(f"hidden_activation {activation!r} is not supported; give {ACTIVATION!r}")
-    if config.get("tie_word_embeddings") is None:  # as in the published files
-        config["tie_word_embeddings"] = True
     scale = reader.number("query_pre_attn_scalar", default=256, whole=False)
     return {
         "activation_func": "gelu_tanh",
@@ -72,6 +73,7 @@ register_model_family(
         qk_norm=True,
         settings=_settings,
         windows=_five_of_six,
+        defaults=DEFAULTS,
         layer_types=WINDOWS,
         rope_theta=1e6,
         published=("gemma-3-270m", "gemma-3-1b"),

@@ -167,8 +167,6 @@ def _settings(reader: ConfigReader) -> dict[str, object]:
     require_values(reader, {"hidden_activation": gemma3.ACTIVATION})
     if config.get("use_bidirectional_attention") == "all":
         reader.refuse("use_bidirectional_attention 'all': only causal attention is supported")
-    if config.get("tie_word_embeddings") is None:
-        config["tie_word_embeddings"] = True
     head_dim, groups = _sizes_of_full_layers(reader)
     if reader.number("num_attention_heads") % groups:
         reader.refuse(
@@ -278,6 +276,7 @@ GEMMA4 = ModelFamily(
     keys=frozenset(KEYS),
     qk_norm=True,
     meant=_meant,
+    defaults={"tie_word_embeddings": True, "max_position_embeddings": 131072},
     settings=_settings,
     windows=_windows,
     unused_weights=unused_keys,

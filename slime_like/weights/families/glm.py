@@ -34,6 +34,7 @@ GLM = ModelFamily(
     keys=frozenset({"attention_bias"}),
     rotary_percent=half_rotary,
     settings=glm_settings,
+    defaults={"head_dim": 128, "max_position_embeddings": 131072},
     published=("glm-4-9b", "glm-edge"),
     tiny={"head_dim": 16, "attention_bias": True},
 )

@@ -20,6 +20,8 @@ from slime_like.weights.families.sigmoid_experts import (
     untrained_layers,
 )
 
+DEFAULTS = {"rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "first_k_dense_replace": 1}
+
 
 def _settings(reader: ConfigReader) -> dict[str, object]:
     return {
@@ -38,6 +40,7 @@ register_model_family(
         keys=EXPERT_KEYS | {"attention_bias", "use_qk_norm"},
         rotary_percent=half_rotary,
         settings=_settings,
+        defaults=DEFAULTS,
         untrained_layers=untrained_layers,
         prediction=DEEPSEEK_PREDICTION,
         published=("GLM-4.5", "GLM-4.6", "GLM-4.7"),

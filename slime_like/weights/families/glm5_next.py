@@ -8,8 +8,7 @@ The published files have a vision tower, and another layer that predicts tokens;
 from __future__ import annotations
 
 from collections.abc import Mapping as MappingOf
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from slime_like.weights.families import deepseek_v3, kimi_linear
 from slime_like.weights.families.base import (
@@ -20,6 +19,7 @@ from slime_like.weights.families.base import (
     register_model_family,
     require_values,
 )
+from slime_like.weights.families.deepseek_v4 import hyper_parameters
 from slime_like.weights.families.deepseek_v32 import (
     HF_INDEXER,
     INDEXER,
@@ -32,12 +32,8 @@ from slime_like.weights.families.delta_net import PerValueHead
 from slime_like.weights.families.shells import IN_MODEL, QWEN_TOWER, renamed
 from slime_like.weights.families.shells import KEYS as SHELL_KEYS
 from slime_like.weights.families.sigmoid_experts import TINY as TINY_EXPERTS
-from slime_like.weights.mappings import Mapping, Replicated, ReplicatedRows
+from slime_like.weights.mappings import Mapping, ReplicatedRows
 
-LAYER = "decoder.layers.{layer}"
-HF_LAYER = "model.layers.{layer}"
-# our block of a layer -> that of the file
-BLOCKS = {"self_attention": "attn", "mlp": "ffn"}
 # key of the delta nets -> name within `linear_attn_config`
 DELTA_NETS = {**kimi_linear.DELTA_NETS, "linear_lower_bound": "gate_lower_bound"}
 SAFE_GATE = "safe_gate"  # another name there: decays have a bound also where none is given
@@ -152,25 +148,6 @@ def _prediction_layers(reader: ConfigReader) -> tuple[str, ...]:
     return tuple(f"model.language_model.layers.{first + n}." for n in range(count))
 
 
-@dataclass(frozen=True)
-class StreamWeights(ReplicatedRows):
-    """A matrix on every rank that can have no adapter."""
-
-    linear: ClassVar[bool] = False
-
-
-def hyper_parameters() -> dict[str, Mapping]:
-    """Parameters of the hyper-connections of a layer."""
-    found: dict[str, Mapping] = {}
-    for own, block in BLOCKS.items():
-        prefix = f"{LAYER}.{own}_hyper_connection"
-        file = f"{HF_LAYER}.hc_{block}"
-        found[f"{prefix}.weight"] = StreamWeights(f"{file}_fn", "stream_weights", "stream_channels")
-        found[f"{prefix}.base"] = Replicated(f"{file}_base", "stream_weights")
-        found[f"{prefix}.scale"] = Replicated(f"{file}_scale", "stream_scales")
-    return found
-
-
 PARAMETERS: dict[str, Mapping] = {
     **deepseek_v3.PARAMETERS,
     **kimi_linear.DELTA_PARAMETERS,
@@ -180,7 +157,7 @@ PARAMETERS: dict[str, Mapping] = {
     f"{INDEXER}.pool_bias": ReplicatedRows(
         f"{HF_INDEXER}.index_kpool_compress_ape", "index_pool", "index_dim"
     ),
-    **hyper_parameters(),
+    **hyper_parameters("model.layers.{layer}"),
 }
 
 register_model_family(

@@ -4,6 +4,9 @@ The published files store the experts in MXFP4."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping as MappingOf
+from typing import Any
+
 from slime_like.weights.families import qwen2
 from slime_like.weights.families.base import (
     ATTENTION,
@@ -37,6 +40,10 @@ ALPHA = 1.702  # of megatron-core's quick GELU, x * sigmoid(1.702 x)
 # they also contain
 KEYS = {"attention_bias", "swiglu_limit", "swiglu_alpha"}
 RESTATED = {"experts_per_token", "initial_context_length"}
+ROPE = {
+    **{"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0},
+    **{"truncate": False, "original_max_position_embeddings": 4096},
+}
 
 
 def _settings(reader: ConfigReader) -> dict[str, object]:
@@ -53,6 +60,12 @@ def _settings(reader: ConfigReader) -> dict[str, object]:
     }
 
 
+def _rope(config: MappingOf[str, Any]) -> MappingOf[str, object]:
+    """The rotary embedding of a file without rope_parameters and rope_scaling, as in
+    transformers."""
+    return {} if config.get("rope_scaling") else {"rope_parameters": ROPE}
+
+
 def _every_other_layer(reader: ConfigReader) -> list[bool]:
     return [layer % 2 == 0 for layer in range(reader.number("num_hidden_layers"))]
 
@@ -67,6 +80,10 @@ register_model_family(
         qkv_bias=True,
         settings=_settings,
         windows=_every_other_layer,
+        defaults={
+            **{"rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "sliding_window": 128},
+        },
+        derived=_rope,
         layer_types=WINDOWS,
         rope_theta=150000.0,
         published=("gpt-oss",),

@@ -62,12 +62,11 @@ def _experts(reader: ConfigReader) -> dict[str, object]:
 
 
 def _experts_and_shared(reader: ConfigReader) -> dict[str, object]:
-    shared = reader.config.get(SHARED_FFN)
-    if shared == 0:  # as GraniteMoeForCausalLM
+    if not reader.config.get(SHARED_FFN):  # as GraniteMoeForCausalLM
         return _experts(reader)
     return {
         **_experts(reader),
-        "moe_shared_expert_intermediate_size": reader.number(SHARED_FFN, default=1024),
+        "moe_shared_expert_intermediate_size": reader.number(SHARED_FFN),
     }
 
 

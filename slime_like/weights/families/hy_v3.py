@@ -50,6 +50,10 @@ register_model_family(
         keys=EXPERT_KEYS | FIXED.keys() | set(NAMES.values()) | {"enable_attention_fp32_softmax"},
         qk_norm=True,
         settings=_settings,
+        defaults={
+            **{"rms_norm_eps": 1e-5, "max_position_embeddings": 131072},
+            **{"routed_scaling_factor": 2.826, "first_k_dense_replace": 1},
+        },
         stand_ins=NAMES,
         rope_theta=11158840.0,
         published=("Hy3", "Hunyuan-3"),

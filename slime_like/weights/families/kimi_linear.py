@@ -53,6 +53,10 @@ NAMES = {
     "n_shared_experts": "num_shared_experts",
     "max_position_embeddings": "model_max_length",
 }
+DEFAULTS = {
+    **{"rms_norm_eps": 1e-5, "max_position_embeddings": 1048576, "routed_scaling_factor": 2.446},
+    "first_k_dense_replace": 1,
+}
 FIXED = {
     "mla_use_nope": True,
     "use_grouped_topk": True,
@@ -241,6 +245,7 @@ register_model_family(
         keys=deepseek_v3.KEYS | {*NAMES.values(), *DELTA_NETS, *FIXED, LAYERS},
         settings=kimi_settings,
         stand_ins={"head_dim": "qk_rope_head_dim", **NAMES},
+        defaults=DEFAULTS,
         untrained_layers=untrained_layers,
         layer_types=LAYER_TYPES,
         published=("Kimi-Linear",),

@@ -134,6 +134,7 @@ register_model_family(
         windows=_windows,
         layer_types=WINDOWS,
         meant=_meant,
+        defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 131072},
         stand_ins={"rms_norm_eps": "layernorm_epsilon"},
         settings=_settings,
         rope_theta=5e6,

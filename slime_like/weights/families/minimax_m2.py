@@ -82,6 +82,7 @@ register_model_family(
         rotary_percent=_rotary_percent,
         rope_theta=5e6,
         settings=_settings,
+        defaults={"max_position_embeddings": 196608},
         other_model_types=("minimax",),
         untrained_layers=_untrained_layers,
         published=("MiniMax-M2",),

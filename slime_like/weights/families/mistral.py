@@ -19,6 +19,7 @@ MISTRAL = ModelFamily(
     llama.PARAMETERS,
     required=("num_key_value_heads",),
     windows=every_layer,
+    defaults={"sliding_window": 4096, "max_position_embeddings": 131072},
     published=("Mistral-7B", "Mistral-Nemo"),
     tiny={"head_dim": 16, "sliding_window": 6},
 )

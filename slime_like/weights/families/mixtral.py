@@ -26,6 +26,8 @@ register_model_family(
         required=(*REQUIRED, "num_local_experts"),
         keys=EXPERTS.keys,
         windows=every_layer,
+        rope_theta=1e6,
+        defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 131072},
         settings=lambda reader: expert_settings(reader, EXPERTS),
         published=("Mixtral",),
         tiny={"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},

@@ -263,6 +263,7 @@ register_model_family(
         )
         | EXPERT_KEYS
         | UNUSED,
+        defaults={"max_position_embeddings": 4096},
         derived=_number_of_layers,
         rotary=False,
         settings=nemotron_settings,

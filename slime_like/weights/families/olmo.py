@@ -63,7 +63,7 @@ OLMO2 = ModelFamily(
     "olmo2",
     PARAMETERS,
     settings=_settings,
-    rope_theta=500000.0,
+    defaults={"rms_norm_eps": 1e-5},
     published=("OLMo-2",),
     tiny={"num_key_value_heads": 2},
 )
@@ -75,6 +75,8 @@ register_model_family(
         model_type="olmo3",
         settings=_settings_with_windows,
         windows=three_of_four,
+        rope_theta=500000.0,
+        defaults={**OLMO2.defaults, "sliding_window": 4096},
         layer_types=WINDOWS,
         published=("Olmo-3",),
         tiny={"sliding_window": 6},

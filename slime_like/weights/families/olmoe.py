@@ -29,6 +29,7 @@ register_model_family(
         required=REQUIRED,
         keys=EXPERTS.keys,
         settings=_settings,
+        defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
         published=("OLMoE-",),
         tiny={"intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2},
     )

@@ -46,6 +46,7 @@ register_model_family(
         rotary_percent=_whole,
         settings=_settings,
         windows=every_layer,
+        defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
         published=("Phi-3-mini-4k", "Phi-3-medium-4k", "phi-4"),
         tiny={
             "sliding_window": 6,

@@ -30,6 +30,7 @@ QWEN2 = ModelFamily(
     required=("num_key_value_heads",),
     qkv_bias=True,
     windows=after_max_window_layers,
+    defaults={"max_position_embeddings": 32768},
     layer_types=WINDOWS,
     published=("Qwen2-", "Qwen2.5", "DeepSeek-R1-Distill-Qwen"),
 )

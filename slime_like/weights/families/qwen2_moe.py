@@ -40,6 +40,7 @@ register_model_family(
         keys=EXPERTS.keys,
         qkv_bias=True,
         settings=lambda reader: expert_settings(reader, EXPERTS),
+        defaults={"max_position_embeddings": 32768},
         published=("Qwen1.5-MoE", "Qwen2-57B-A14B"),
         tiny={**TINY, "decoder_sparse_step": 2},
     )

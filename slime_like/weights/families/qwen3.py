@@ -27,6 +27,7 @@ register_model_family(
         required=("num_key_value_heads", "head_dim"),
         qk_norm=True,
         windows=after_max_window_layers,
+        defaults={"max_position_embeddings": 32768},
         layer_types=WINDOWS,
         published=("Qwen3-", "DeepSeek-R1-0528-Qwen3"),
         tiny={"head_dim": 16},

@@ -68,6 +68,7 @@ TEXT = ModelFamily(
     DENSE,
     required=REQUIRED,
     keys=KEYS | PREDICTION_KEYS | {"output_gate_type"} | shells.KEYS,
+    defaults={"max_position_embeddings": 32768},
     qk_norm=True,
     rotary_percent=quarter_rotary,
     settings=_settings,

@@ -32,6 +32,7 @@ register_model_family(
         keys=EXPERTS.keys,
         qk_norm=True,
         settings=lambda reader: expert_settings(reader, EXPERTS),
+        defaults={"max_position_embeddings": 32768},
         published=("Qwen3-30B-A3B", "Qwen3-235B-A22B", "Qwen3-Coder"),
         tiny={
             **{"head_dim": 16, "moe_intermediate_size": 24, "num_experts": 4},

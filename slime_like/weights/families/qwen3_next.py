@@ -41,6 +41,7 @@ register_model_family(
         qk_norm=True,
         rotary_percent=quarter_rotary,
         settings=lambda reader: delta_settings(reader) | expert_settings(reader, EXPERTS),
+        defaults={"max_position_embeddings": 32768},
         layer_types=LAYER_TYPES,
         untrained_prefixes=("mtp.",),
         prediction=QWEN_PREDICTION,

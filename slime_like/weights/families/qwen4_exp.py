@@ -64,7 +64,10 @@ MEMORY_KEYS = {key for key, _ in MEMORY.values()} | {
 HF_MEMORY = f"{HF_LAYER}.ple"
 HF_TABLES = f"{HF_MEMORY}.ple_embedding"
 OUTPUT_GATES = ("silu", "swish", "sigmoid")
-DEFAULTS = {"hc_count": 4, "hc_lowrank": 320, "norm_topk_prob": True}
+DEFAULTS = {
+    **qwen3_5.SPARSE_TEXT.defaults,
+    **{"hc_count": 4, "hc_lowrank": 320, "norm_topk_prob": True},
+}
 
 
 def _whole_rotary(reader: ConfigReader) -> float:

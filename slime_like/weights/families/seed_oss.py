@@ -21,6 +21,7 @@ register_model_family(
         # dropout is never read from a file
         keys=frozenset({"attention_bias", "attention_out_bias", "residual_dropout"}),
         settings=_settings,
+        defaults={"attention_dropout": 0.1, "max_position_embeddings": 524288},
         published=("Seed-OSS-36B",),
         tiny={"head_dim": 16, "attention_bias": True},
     )

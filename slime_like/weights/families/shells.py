@@ -180,14 +180,21 @@ def _vl_experts(reader: ConfigReader) -> dict[str, object]:
 
 # what the published files of Gemma 3 leave out: transformers' defaults
 _GEMMA3 = {
+    **gemma3.DEFAULTS,
     **{"vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256},
-    "max_position_embeddings": 131072,
 }
+_QWEN_VL = {  # of Qwen2-VL and Qwen2.5-VL
+    **{"rms_norm_eps": 1e-5, "max_position_embeddings": 32768, "max_window_layers": 80},
+}
+_QWEN3_VL = {"max_position_embeddings": 128000}
+_GLM4V = {"max_position_embeddings": 32768}
 _DEEPSEEK = model_families.get("DeepseekV3ForCausalLM")
 
 for _family in (
     shell(
-        dataclasses.replace(model_families.get("Qwen3ForCausalLM"), rope_theta=500000.0),
+        dataclasses.replace(
+            model_families.get("Qwen3ForCausalLM"), rope_theta=500000.0, defaults=_QWEN3_VL
+        ),
         "Qwen3VLForConditionalGeneration",
         "qwen3_vl",
         ("qwen3_vl_text",),
@@ -203,6 +210,7 @@ for _family in (
             parameters={**_QWEN3_MOE.parameters, **_VL_EXPERTS},
             settings=_vl_experts,
             rope_theta=500000.0,
+            defaults=_QWEN3_VL,
         ),
         "Qwen3VLMoeForConditionalGeneration",
         "qwen3_vl_moe",
@@ -214,7 +222,9 @@ for _family in (
         vision=qwen_tower(INTERLEAVED, deepstack="deepstack_visual_indexes"),
     ),
     shell(
-        dataclasses.replace(model_families.get("Qwen2ForCausalLM"), rope_theta=1e6),
+        dataclasses.replace(
+            model_families.get("Qwen2ForCausalLM"), rope_theta=1e6, defaults=_QWEN_VL
+        ),
         "Qwen2_5_VLForConditionalGeneration",
         "qwen2_5_vl",
         ("qwen2_5_vl_text",),
@@ -232,7 +242,9 @@ for _family in (
         vision=qwen_tower(BLOCKS, "visual."),
     ),
     shell(
-        dataclasses.replace(model_families.get("Qwen2ForCausalLM"), rope_theta=1e6),
+        dataclasses.replace(
+            model_families.get("Qwen2ForCausalLM"), rope_theta=1e6, defaults=_QWEN_VL
+        ),
         "Qwen2VLForConditionalGeneration",
         "qwen2_vl",
         ("qwen2_vl_text",),
@@ -293,7 +305,7 @@ for _family in (
         vision="needs breaks between the rows of an image's placeholders, which are not offered",
     ),
     shell(
-        model_families.get("Glm4ForCausalLM"),
+        dataclasses.replace(model_families.get("Glm4ForCausalLM"), defaults=_GLM4V),
         "Glm4vForConditionalGeneration",
         "glm4v",
         ("glm4v_text",),
@@ -305,7 +317,7 @@ for _family in (
         vision=qwen_tower(BLOCKS),
     ),
     shell(
-        model_families.get("Glm4ForCausalLM"),
+        dataclasses.replace(model_families.get("Glm4ForCausalLM"), defaults=_GLM4V),
         "Glm46VForConditionalGeneration",
         "glm46v",
         ("glm4v_text",),
@@ -330,7 +342,11 @@ for _family in (
     ),
     shell(
         dataclasses.replace(
-            model_families.get("Glm4MoeForCausalLM"), defaults={"use_qk_norm": False}
+            model_families.get("Glm4MoeForCausalLM"),
+            defaults={
+                **{**glm4_moe.DEFAULTS, "max_position_embeddings": 65536},
+                **{"use_qk_norm": False, "attention_bias": True},
+            },
         ),
         "Glm4vMoeForConditionalGeneration",
         "glm4v_moe",

@@ -8,8 +8,6 @@ from slime_like.weights.families.base import ConfigReader, ModelFamily, register
 
 def _settings(reader: ConfigReader) -> dict[str, object]:
     config = reader.config
-    if config.get("tie_word_embeddings") is None:  # transformers' default
-        config["tie_word_embeddings"] = True
     layers = int(reader.number("num_hidden_layers"))
     rotated = config.get("no_rope_layers")  # 1: the layer has a rotary embedding
     if rotated is None:
@@ -29,6 +27,7 @@ register_model_family(
         required=("num_key_value_heads",),
         keys=frozenset({"no_rope_layers", "no_rope_layer_interval"}),
         settings=_settings,
+        defaults={"tie_word_embeddings": True, "max_position_embeddings": 32768},
         rope_theta=2e6,
         published=("SmolLM3-3B",),
         tiny={"no_rope_layer_interval": 2, "tie_word_embeddings": True},

@@ -20,6 +20,7 @@ register_model_family(
         required=("num_key_value_heads", "head_dim", *EXPERTS_REQUIRED),
         keys=EXPERT_KEYS,
         settings=sigmoid_experts,
+        defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 131072},
         stand_ins={"intermediate_size": "moe_intermediate_size"},  # no layer is dense
         rope_theta=1e6,
         published=("Solar-Open",),

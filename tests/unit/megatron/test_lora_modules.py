@@ -15,7 +15,7 @@ from arguments.schema.lora import TARGETS
 from scripts.make_tiny_model import make_tiny_model
 from slime_like.megatron.lora.config import LoraSpec
 from slime_like.megatron.lora.targets import targets_of
-from slime_like.weights.families import model_families
+from slime_like.weights.families import head_name, model_families
 from slime_like.weights.parameter_map import family_map, model_sizes
 
 
@@ -27,8 +27,9 @@ def with_factors(model: HfModel) -> set[str]:
     sizes = model_sizes(config, cast("Any", SimpleNamespace(vocab_size=1)))
     tied = not model.gpt["untie_embeddings_and_output_weights"]
     family = family_map(model.architecture, config, tied=tied)
+    head = head_name(model.architecture)
     spec = LoraSpec(1, 1.0, frozenset(chain(*TARGETS.values())), 0)
-    found = targets_of(spec, family, sizes, tied=tied)
+    found = targets_of(spec, family, sizes, tied_head=head if tied else None)
     return {module.rpartition(".")[2] for target in found for module in target.modules}
 
 
