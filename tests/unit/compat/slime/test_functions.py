@@ -269,12 +269,15 @@ async def grades(args, sample, sampling_params):
 def test_a_generate_function_that_wraps_the_default(tmp_path: Path) -> None:
     path = write(tmp_path, WRAPPED, "generate")
     prompt = Prompt(1, "Q:", (81, 58), label="8")
-    for answers, expected in ((("8",), "8"), (("more", "9"), "more9")):
+    for answers, expected, versions in (
+        (("8",), "8", (1,)),
+        (("more", "9"), "more9", (1, 1, 1, 1, 2)),  # of each answer
+    ):
         found = generate(tmp_path, path, Scripted(*answers), prompt)
         assert found.response == expected and found.status == SampleStatus.COMPLETED
         assert found.tokens.tolist() == [81, 58, *map(ord, expected)]
         assert found.loss_mask.tolist() == [True] * len(expected)
-        assert found.weight_versions == (1,) * len(expected)
+        assert found.weight_versions == versions
         log_probs = found.rollout_log_probs
         assert log_probs is not None and len(log_probs) == len(expected)
         assert to_slime(found).calls == 1  # type: ignore[attr-defined]
@@ -282,8 +285,9 @@ def test_a_generate_function_that_wraps_the_default(tmp_path: Path) -> None:
 
 def test_what_a_generate_function_cannot_call_is_said(tmp_path: Path) -> None:
     path = write(tmp_path, WRAPPED, "grades")
-    with pytest.raises(ValueError, match="can use generate, post and GenerateState"):
-        generate(tmp_path, path, Scripted("8"), Prompt(1, "Q:", (81, 58), label="8"))
+    found = generate(tmp_path, path, Scripted("8"), Prompt(1, "Q:", (81, 58), label="8"))
+    assert found.status == SampleStatus.ABORTED
+    assert "can use generate, post and GenerateState" in str(found.metadata["failure"])
 
 
 # 6. a dynamic filter with its own reason, on slime's
