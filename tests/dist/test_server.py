@@ -14,13 +14,21 @@ def test_ranks_agree_on_errors_and_continue(tmp_path: Path) -> None:
     )
     assert first["answers"] == [
         {"id": "1", "ok": True, "total": 3, "data": 200_000},
-        {"id": "2", "ok": False, "category": "user", "error": "it is bad", "broken": False},
+        {
+            "id": "2",
+            "ok": False,
+            "category": "user",
+            "error": "it is bad",
+            "broken": False,
+            "common": False,
+        },
         {
             "id": "3",
             "ok": False,
             "category": "server",
             "error": "rank 1: RuntimeError: it broke",
             "broken": False,
+            "common": False,
         },
         {
             "id": "3b",
@@ -28,11 +36,26 @@ def test_ranks_agree_on_errors_and_continue(tmp_path: Path) -> None:
             "category": "server",
             "error": "RuntimeError: it broke",
             "broken": True,
+            "common": False,
         },
         ANY,
         # a load that is refused once a rank has read into the model loses it, before it does not
-        {"id": "3d", "ok": False, "category": "server", "error": "it is bad", "broken": True},
-        {"id": "3e", "ok": False, "category": "user", "error": "it is bad", "broken": False},
+        {
+            "id": "3d",
+            "ok": False,
+            "category": "server",
+            "error": "it is bad",
+            "broken": True,
+            "common": False,
+        },
+        {
+            "id": "3e",
+            "ok": False,
+            "category": "user",
+            "error": "it is bad",
+            "broken": False,
+            "common": False,
+        },
         {"id": "5", "ok": True, "total": 3, "data": 0},
     ]
     exhausted = first["answers"][4]

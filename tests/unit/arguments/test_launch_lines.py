@@ -32,6 +32,8 @@ def parse(folder: Path, flags: str, without: Sequence[str] = ()) -> RunConfig:
     [
         ("--megatron-to-hf-mode bridge", "--megatron-to-hf-mode has no effect here"),
         ("--custom-rm-path json.dumps", "--rm-type is ignored: --custom-rm-path takes precedence"),
+        ("--no-save-optim --no-save-rng", "--no-save-optim has no effect without --save"),
+        ("--no-load-optim --no-load-rng", "--no-load-optim has no effect without --load"),
         ("--num-epoch 3", "--num-epoch is ignored: --num-rollout takes precedence"),
     ],
 )
@@ -45,7 +47,6 @@ def test_what_is_not_used_is_a_warning(tmp_path: Path, flags: str, words: str) -
 @pytest.mark.parametrize(
     "flags",
     [
-        "--no-save-optim --no-save-rng --no-load-optim --no-load-rng",
         "--lora-dropout 0.0", "--lora-rank 8 --lora-dropout 0", "--eval-min-new-tokens 0",
         "--start-rollout-id 0", "--ckpt-format torch_dist", "--update-weights-interval 1",
     ],

@@ -162,5 +162,8 @@ def test_the_page_of_metrics_is_complete(language: str) -> None:
     assert not sorted(
         n
         for n in re.findall(rf"`((?:{kinds})/[a-z_]+)`", page)
-        if n not in made and not n.endswith("_s")
+        if n not in made
+        and not n.endswith("_s")
+        # a backend's own have their prefix from the trainer
+        and f'"{n.partition("/")[2]}"' not in source
     )
