@@ -23,6 +23,7 @@ from typing import Any
 import yaml
 
 from arguments.file_rows import OF_ONE_ROW, checked_row, named_rows
+from arguments.rules.rows import without_range
 from arguments.schema.data import EvalConfig
 from arguments.schema.rollout import ALL_OR_SOME
 from arguments.unique_keys import load_yaml
@@ -113,14 +114,11 @@ def standard_eval_sets(config: EvalConfig) -> tuple[tuple[EvalSet, ...], list[Pr
     """The sets of --eval-sets, and what is wrong with them."""
     found, problems = [], []
     for given in config.eval_sets or ():
-        name, has_path, path = given.partition("=")
-        if not has_path:  # a range without a path: aime-2025@[0:10]
-            name, at, bounds = given.partition("@")
-            path = at + bounds
+        name, path = _named(given)
         flags = {k: v for k, v in _from_flags(config).items() if k not in _OF_OTHER_SETS}
         values = {"name": name, "path": path, "set": name, **flags}
         try:
-            if has_path and not path:
+            if given == f"{name}=":
                 raise ValueError(f"{given!r} has no path behind its =")
             found.append(EvalSet(**_of_standard(values)))
         except ValueError as error:
@@ -129,6 +127,16 @@ def standard_eval_sets(config: EvalConfig) -> tuple[tuple[EvalSet, ...], list[Pr
     if len(set(names)) < len(names):
         problems.append(Problem(SETS_FLAG, " ".join(config.eval_sets or ()), "names a set twice"))
     return tuple(found), problems
+
+
+def _named(given: str) -> tuple[str, str]:
+    """Name and path of an item of --eval-sets; of a range without a path, aime-2025@[0:10], the
+    range."""
+    name, equals, path = given.partition("=")
+    if equals:
+        return name, path
+    name, at, bounds = given.partition("@")
+    return name, at + bounds
 
 
 def _of_standard(values: dict[str, Any]) -> dict[str, Any]:
@@ -149,7 +157,7 @@ def _of_standard(values: dict[str, Any]) -> dict[str, Any]:
                 raise ValueError(f"uses none of the names {', '.join(standard.names)}")
         except ValueError as error:
             raise ValueError(f"prompt_template {error}") from error
-    located(name, _without_range(values["path"]) or None)
+    located(name, without_range(values["path"]) or None)
     if values.get("rm_type") is None and values.get("custom_rm_path") is None:
         values["rm_type"] = standard.reward
     return {**values, "set": standard_sets.canonical(name)}
@@ -167,15 +175,9 @@ def _from_flags(config: EvalConfig) -> dict[str, Any]:
     }
 
 
-def _without_range(spec: str) -> str:
-    """The path of a data source without its range of rows."""
-    path, at, bounds = spec.rpartition("@[")
-    return path if at and bounds.endswith("]") else spec
-
-
 def setting_of(eval_set: EvalSet, config: EvalConfig) -> str:
     """The setting that names an evaluation set."""
-    standard = {given.partition("=")[0].partition("@")[0] for given in config.eval_sets or ()}
+    standard = {_named(given)[0] for given in config.eval_sets or ()}
     if eval_set.set is not None and eval_set.name in standard:
         return "eval_sets"
     return "eval_prompt_data" if config.eval_config is None else "eval_config"

@@ -9,7 +9,7 @@ from pathlib import Path
 from arguments.hf.hub import download_hint
 from arguments.rules.base import TASK_PREFIX, Rule, Settings, import_problem, problem, reject
 from arguments.rules.declared import has_critic
-from arguments.rules.files import NO_MODEL, has_model
+from arguments.rules.files import NO_MODEL
 from arguments.rules.layout import global_batch_of
 from arguments.rules.rows import file_of, first_is_text
 from arguments.schema import CriticConfig, DataConfig
@@ -20,6 +20,7 @@ from slime_like.advantages.registry import (
     compares_samples,
     needs_critic,
 )
+from slime_like.checkpoints.folders import has_model
 from slime_like.config import Problem, flag_name
 from slime_like.losses.off_policy_config import OffPolicyConfig
 

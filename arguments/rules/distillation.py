@@ -9,10 +9,10 @@ import re
 from arguments.hf.hub import download_hint
 from arguments.hf.model import HfModel, read_hf_model
 from arguments.rules.base import Rule, Settings, problem
-from arguments.rules.files import NO_MODEL, has_model
+from arguments.rules.files import NO_MODEL
 from arguments.rules.pipeline import check_pipeline_split, virtual_stages_of
 from arguments.schema import DistillationConfig
-from slime_like.checkpoints.folders import is_checkpoint_root
+from slime_like.checkpoints.folders import has_model, is_checkpoint_root
 from slime_like.config import ConfigError, Problem, flag_name
 from slime_like.extras import pip_install
 

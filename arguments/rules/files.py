@@ -11,15 +11,10 @@ from arguments.hf.hub import download_hint
 from arguments.hf.peft_adapter import ADAPTER_CONFIG
 from arguments.rules.base import Rule, Settings, problem
 from arguments.rules.rows import file_of
-from slime_like.checkpoints.folders import check_replaceable, complete_steps, is_checkpoint_root
+from slime_like.checkpoints.folders import check_replaceable, complete_steps, has_model
 from slime_like.config import Problem, flag_name
 
 NO_MODEL = "has neither checkpoints nor a Hugging Face model (config.json)"
-
-
-def has_model(folder: str) -> bool:
-    """Whether a folder has checkpoints or a Hugging Face model."""
-    return is_checkpoint_root(folder) or (Path(folder) / "config.json").is_file()
 
 
 # Folders that a run reads, and that it writes: group and name of their settings

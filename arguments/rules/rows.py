@@ -14,9 +14,14 @@ _MOST_ROWS = 1000
 _ROW_RANGE = re.compile(r"@\[[^\]]*\]$")
 
 
+def without_range(spec: str) -> str:
+    """A data source without its range of rows, whatever the range says."""
+    return _ROW_RANGE.sub("", spec)
+
+
 def file_of(spec: str) -> Path:
     """Path of a data source, without its range of rows."""
-    return Path(_ROW_RANGE.sub("", spec))
+    return Path(without_range(spec))
 
 
 def first_keys(path: Path, may_be_bad: int) -> set[str] | None:

@@ -18,7 +18,7 @@ from arguments.loss_settings import CUSTOM, is_supervised
 from arguments.translate.names import ESTIMATORS_THAT_ARE_LOSSES
 from arguments.unique_keys import load_yaml
 from arguments.values import ParsedArgs
-from slime_like.checkpoints.folders import is_checkpoint_root
+from slime_like.checkpoints.folders import has_model
 from slime_like.config import flag_name
 
 LAUNCH = ("actor_num_nodes", "actor_num_gpus_per_node")
@@ -113,7 +113,7 @@ def _set_defaults(parsed: ParsedArgs) -> None:
     load = values.get("load")
     is_new = load not in (None, values.get("save")) and "ckpt_step" not in values
     starts_from_reference = "ref_load" in values and not values.get("lora_rank")
-    if is_new and starts_from_reference and not _has_model(str(load)):
+    if is_new and starts_from_reference and not has_model(str(load)):
         _drop(parsed, "load", "it has no checkpoint, and the policy starts from --ref-load")
     rollouts = values.get("num_rollout")
     critic_only = values.get("num_critic_only_steps", 0)
@@ -126,10 +126,6 @@ def _set_defaults(parsed: ParsedArgs) -> None:
     gpus = planned_world_size(values)
     if values.get("colocate") and values.get("rollout_num_gpus", gpus) != gpus:
         _drop(parsed, "rollout_num_gpus", "with --colocate servers get all GPUs of the trainer")
-
-
-def _has_model(folder: str) -> bool:
-    return is_checkpoint_root(folder) or (Path(folder) / "config.json").is_file()
 
 
 def _drop(parsed: ParsedArgs, dest: str, why: str) -> None:

@@ -51,6 +51,11 @@ def check_replaceable(folder: Path, file: str, kind: str) -> None:
         )
 
 
+def has_model(folder: str | Path) -> bool:
+    """Whether a folder has checkpoints or a Hugging Face model."""
+    return is_checkpoint_root(folder) or (Path(folder) / "config.json").is_file()
+
+
 def is_checkpoint_root(root: str | Path) -> bool:
     """Whether `root` contains our checkpoints, complete or damaged. False for a Hugging Face model,
     an empty folder, or one with only an interrupted first save."""

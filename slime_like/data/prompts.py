@@ -8,6 +8,7 @@ run draws the same prompts as an uninterrupted one. Waiting groups are part of e
 from __future__ import annotations
 
 import abc
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -370,8 +371,26 @@ def load_eval_sets(
     first = 0
     for eval_set in eval_sets:
         flag = flag_of(eval_set)
-        keys = RowKeys("prompt", "label", "metadata")
-        if eval_set.set is None:
+        check = answer_check
+        if eval_set.custom_rm_path is not None:
+            check = None
+        elif eval_set.rm_type is not None:
+            check = reward_check(eval_set.rm_type, None)
+        make_form = functools.partial(
+            form_of_prompts(for_agents),
+            with_overrides(data, eval_set),
+            tokenizer,
+            answer_check=check,
+            metadata=eval_set.metadata,
+            raw_messages=raw_messages or for_agents,
+        )
+        source: RowSource
+        if eval_set.set is not None:
+            form = make_form(keys=RowKeys("prompt", "label", "metadata"))
+            source = open_standard(
+                eval_set, check=form.check, flag=flag, skip_bad_rows=data.skip_bad_rows
+            )
+        else:
             keys = RowKeys.of(
                 eval_set.path,
                 data,
@@ -379,28 +398,10 @@ def load_eval_sets(
                 label_key=eval_set.label_key,
                 metadata_key=eval_set.metadata_key,
             )
-        check = answer_check
-        if eval_set.custom_rm_path is not None:
-            check = None
-        elif eval_set.rm_type is not None:
-            check = reward_check(eval_set.rm_type, None)
-        form = form_of_prompts(for_agents)(
-            with_overrides(data, eval_set),
-            tokenizer,
-            keys=replace(keys, desirable=None),
-            answer_check=check,
-            metadata=eval_set.metadata,
-            raw_messages=raw_messages or for_agents,
-            images=None
-            if eval_set.set is not None
-            else row_images(image_processor, data, eval_set.path),
-        )
-        source: RowSource
-        if eval_set.set is not None:
-            source = open_standard(
-                eval_set, check=form.check, flag=flag, skip_bad_rows=data.skip_bad_rows
+            form = make_form(
+                keys=replace(keys, desirable=None),
+                images=row_images(image_processor, data, eval_set.path),
             )
-        else:
             source = open_source(
                 eval_set.path,
                 check=form.check,

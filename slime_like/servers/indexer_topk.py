@@ -1,11 +1,9 @@
 """Decode the keys that indexers of sparse attention selected, in SGLang responses
 (`meta_info.indexer_topk`), for indexer replay.
 
-Format: base64 of int32 [tokens - 1, decoder layers, index_topk] over prompt and response,
-little-endian; a layer that takes another's choice has a copy of it, and the last token was never
-fed to the model. Rows of queries that attend to all keys mean nothing, since short prompts take a
-way without indexers. Verified with SGLang 0.5.23: `state_capturer/indexer_topk.py`,
-`BatchResultProcessor._maybe_collect_indexer_topk`.
+Format: see layer_choices.py; a layer that takes another's choice has a copy of it. Rows of queries
+that attend to all keys mean nothing, since short prompts take a way without indexers. Verified with
+SGLang 0.5.23: `state_capturer/indexer_topk.py`, `BatchResultProcessor._maybe_collect_indexer_topk`.
 
 With SGLang's default SGLANG_DSA_FUSE_TOPK=1 the indexer's kernel also looks up where keys are in
 the server's cache, and these places are what a server reports: it needs SGLANG_DSA_FUSE_TOPK=0.
@@ -23,8 +21,15 @@ from torch import Tensor
 from slime_like.checked_json import InvalidResponse
 from slime_like.engines.base import GenerateOutput, GenerateRequest
 from slime_like.samples.indexer_topk import rows_with_choice, unknown_keys
-from slime_like.servers.base64_numbers import decode_int32
+from slime_like.servers.layer_choices import Report, read_choices, require_distinct
 
+REPORT = Report(
+    field="indexer_topk",
+    about="selected keys",
+    topk="index_topk",
+    missing="selected keys (indexer_topk); start it with --enable-return-indexer-topk, on a GPU",
+    repeated="a query selected the same key twice",
+)
 POSITIONS = {"SGLANG_DSA_FUSE_TOPK": "0"}  # environment of a server that reports positions
 
 
@@ -49,24 +54,12 @@ def read_indexer_topk(
     """Selected keys of the tokens with a choice (samples/indexer_topk.py), -1 for the last token;
     all -1 for a request that was aborted in the server's queue. Raises InvalidResponse."""
     length = len(request.prompt_tokens) + len(output.tokens)
-    if output.finish_reason == "abort" and (encoded is None or not output.tokens):
-        return expected.unknown(length)
-    if encoded is None:
-        raise InvalidResponse(
-            "the server reports no selected keys (indexer_topk); start it with "
-            "--enable-return-indexer-topk, on a GPU"
-        )
-    numbers = decode_int32("indexer_topk", encoded)
     topk = expected.topk
-    shape = (length - 1, len(expected.indexed), topk)
-    if numbers.size != shape[0] * shape[1] * shape[2]:
-        raise InvalidResponse(
-            f"{numbers.size} selected keys, expected (tokens - 1, layers, index_topk) = {shape}"
-        )
+    numbers = read_choices(REPORT, encoded, request, output, len(expected.indexed), topk)
     found = expected.unknown(length)
-    if not rows_with_choice(length - 1, topk):
+    if numbers is None or not rows_with_choice(length - 1, topk):
         return found
-    keys = numbers.reshape(shape)[topk:, np.array(expected.indexed)]
+    keys = numbers[topk:, np.array(expected.indexed)]
     own = np.arange(topk, length - 1).reshape(-1, 1, 1)
     if keys.min() < 0 or (keys > own).any():
         raise InvalidResponse(
@@ -74,8 +67,6 @@ def read_indexer_topk(
             "not all positions that their query sees; start the server with SGLANG_DSA_FUSE_TOPK=0 "
             "in its environment, or it reports places in its cache"
         )
-    ranked = np.sort(keys, axis=-1)
-    if (ranked[..., 1:] == ranked[..., :-1]).any():  # e.g. the server's buffer was never written
-        raise InvalidResponse("a query selected the same key twice")
+    require_distinct(REPORT, keys)
     found[:-1] = torch.from_numpy(keys.astype(np.int32))
     return found

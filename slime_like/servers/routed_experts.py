@@ -1,8 +1,7 @@
 """Decode the routed experts in SGLang responses (`meta_info.routed_experts`), for router replay.
 
-Format: base64 of int32 [tokens - 1, layers, topk] over prompt and response, little-endian. Dense
-layers have an entry of zeros. The last token was never fed to the model. Verified with SGLang
-0.5.23: `state_capturer/routed_experts.py`, `BatchResultProcessor._maybe_collect_routed_experts`.
+Format: see layer_choices.py; dense layers have an entry of zeros. Verified with SGLang 0.5.23:
+`state_capturer/routed_experts.py`, `BatchResultProcessor._maybe_collect_routed_experts`.
 """
 
 from __future__ import annotations
@@ -15,7 +14,15 @@ from torch import Tensor
 
 from slime_like.checked_json import InvalidResponse
 from slime_like.engines.base import GenerateOutput, GenerateRequest
-from slime_like.servers.base64_numbers import decode_int32
+from slime_like.servers.layer_choices import Report, read_choices, require_distinct
+
+REPORT = Report(
+    field="routed_experts",
+    about="routed experts",
+    topk="topk",
+    missing="routed experts; start it with --enable-return-routed-experts, and with an MoE model",
+    repeated="a token was routed to the same expert twice",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,30 +47,16 @@ def read_routed_experts(
     """Routed experts [prompt and response tokens, MoE layers, topk] int16, -1 for the last token;
     all -1 for a request that was aborted in the server's queue. Raises InvalidResponse."""
     length = len(request.prompt_tokens) + len(output.tokens)
-    if output.finish_reason == "abort" and (encoded is None or not output.tokens):
+    numbers = read_choices(REPORT, encoded, request, output, len(expected.sparse), expected.topk)
+    if numbers is None:
         return expected.unknown(length)
-    if encoded is None:
-        raise InvalidResponse(
-            "the server reports no routed experts; start it with "
-            "--enable-return-routed-experts, and with an MoE model"
-        )
-    numbers = decode_int32("routed_experts", encoded)
-    shape = (length - 1, len(expected.sparse), expected.topk)
-    if numbers.size != shape[0] * shape[1] * shape[2]:
-        raise InvalidResponse(
-            f"{numbers.size} routed experts, expected (tokens - 1, layers, topk) = {shape}"
-        )
-    experts = numbers.reshape(shape)[:, np.array(expected.sparse)]
+    experts = numbers[:, np.array(expected.sparse)]
     if experts.size and (experts.min() < 0 or experts.max() >= expected.experts):
         raise InvalidResponse(
             f"routed experts from {experts.min()} to {experts.max()}, expected 0 to "
             f"{expected.experts - 1}"
         )
-    sorted_experts = np.sort(experts, axis=-1)
-    if (
-        sorted_experts[..., 1:] == sorted_experts[..., :-1]
-    ).any():  # e.g. the server's buffer was never written
-        raise InvalidResponse("a token was routed to the same expert twice")
+    require_distinct(REPORT, experts)
     routed_experts = expected.unknown(length)
     routed_experts[:-1] = torch.from_numpy(experts.astype(np.int16))
     return routed_experts

@@ -370,23 +370,12 @@ def reports_sampling_mask(sampling: SamplingParams) -> bool:
     return sampling.report_sampling_mask and not sampling.greedy
 
 
-class RouteRecorder:
-    """Records router decisions of a transformers model. layers: number of MoE layers."""
+class ChoiceRecorder:
+    """What modules of a model choose in one forward pass."""
 
-    def __init__(self, model: torch.nn.Module) -> None:
-        # every family calls its experts module with (hidden states [n, H], expert ids [n, topk],
-        # expert weights)
-        experts = [module for name, module in model.named_modules() if name.endswith(".experts")]
-        self.layers = len(experts)
+    def __init__(self) -> None:
         self._is_recording = False
-        # of the last forward pass: [n, topk] int16 of each layer, on the device
-        self._recorded: list[Tensor] = []
-        for module in experts:
-            module.register_forward_pre_hook(self._record)
-
-    def _record(self, module: torch.nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        if self._is_recording:
-            self._recorded.append(inputs[1].to(torch.int16))
+        self._recorded: list[Tensor] = []  # of the last forward pass, one of each module
 
     @contextmanager
     def recording(self, enabled: bool) -> Iterator[None]:
@@ -395,6 +384,24 @@ class RouteRecorder:
         self._recorded = []
         yield
         self._is_recording = False
+
+
+class RouteRecorder(ChoiceRecorder):
+    """Records router decisions of a transformers model, [n, topk] int16 of each layer, on the
+    device. layers: number of MoE layers."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        # every family calls its experts module with (hidden states [n, H], expert ids [n, topk],
+        # expert weights)
+        experts = [module for name, module in model.named_modules() if name.endswith(".experts")]
+        self.layers = len(experts)
+        for module in experts:
+            module.register_forward_pre_hook(self._record)
+
+    def _record(self, module: torch.nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        if self._is_recording:
+            self._recorded.append(inputs[1].to(torch.int16))
 
     def last(self, batch: int) -> Tensor:
         """Routed experts of the last forward pass over `batch` rows of equal length: [batch,
@@ -413,8 +420,10 @@ class RouteRecorder:
         ]
 
 
-class IndexerRecorder:
-    """Records the keys that the indexers of a transformers model select.
+class IndexerRecorder(ChoiceRecorder):
+    """Records the keys that the indexers of a transformers model select: [B, n, K] int32 of each,
+    columns of the cache or, of DeepSeek-V4, whose rows have no padding, entries; for its last n
+    queries that may have a choice.
 
     layers: Number of indexers.
     width: The most keys that a query attends to; queries with fewer have no choice and are not
@@ -422,14 +431,10 @@ class IndexerRecorder:
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
         indexers = [module for name, module in model.named_modules() if name.endswith(".indexer")]
         self.layers = len(indexers)
         self.width = _selection_width(indexers[0]) if indexers else 0
-        self._is_recording = False
-        # of the last forward pass: [B, n, K] int32 of each indexer, columns of the cache or, of
-        # DeepSeek-V4, whose rows have no padding, entries; for its last n queries that may have a
-        # choice
-        self._recorded: list[Tensor] = []
         for module in indexers:
             module.register_forward_hook(self._record)
 
@@ -442,14 +447,6 @@ class IndexerRecorder:
             output = _columns(output.squeeze(1), self.width)
         missing = self.width - output.size(-1)  # DeepSeek-V4: there are fewer entries
         self._recorded.append(F.pad(output.int(), (0, missing), value=-1))
-
-    @contextmanager
-    def recording(self, enabled: bool) -> Iterator[None]:
-        """Record during one forward pass."""
-        self._is_recording = enabled
-        self._recorded = []
-        yield
-        self._is_recording = False
 
     def last(self, prompt_lengths: Sequence[int], prompt_width: int, count: int) -> list[Tensor]:
         """Keys of the last forward pass over one token of each row: [1, indexers, K] int32 each, or
