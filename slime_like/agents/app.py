@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
+from starlette.requests import ClientDisconnect
 
 from slime_like.agents.anthropic_api import messages_json, messages_stream, parse_messages_request
 from slime_like.agents.descriptions import described
@@ -156,7 +157,11 @@ class _Router:
         async def respond(request: Request) -> Response:
             try:
                 self._check_origin(request)
-                return await inner(request)
+                response = await inner(request)
+                request.state.answered = True  # for the server's choice of connections
+                return response
+            except ClientDisconnect:
+                return Response(status_code=400)  # nobody reads it
             except RefusedRequest as error:
                 kind = "authentication_error" if error.status == 401 else "invalid_request_error"
                 return error_response(request, error.status, kind, str(error))

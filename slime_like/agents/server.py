@@ -36,8 +36,11 @@ class _Server(uvicorn.Server):
 
 class _Connection(H11Protocol):
     """Closes a new connection that sends nothing, because it counts towards the limit. At the
-    limit, the connection that has been idle for the longest time is closed, so that a client cannot
-    block others with unused connections or incomplete requests."""
+    limit, of the connections that wait for bytes of their client the oldest is closed, and one that
+    has been answered only if all have, so that a client cannot block others with unused connections
+    or incomplete requests, nor close theirs between two requests."""
+
+    answered = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -50,16 +53,21 @@ class _Connection(H11Protocol):
 
     def on_response_complete(self) -> None:
         self.idle_since = self.loop.time()
+        self.answered = self.answered or "answered" in self.scope["state"]
         super().on_response_complete()
 
     def _make_room(self) -> None:
         others = [c for c in self.connections if isinstance(c, _Connection) and c is not self]
-        idle = [c for c in others if c.cycle is None or c.cycle.response_complete]
-        if idle:
+        waiting = [c for c in others if c.waits_for_client()]
+        if waiting:
             # under load the oldest may just have been sent a request, which it has not read
-            oldest = min(idle, key=lambda c: (c.has_unread_bytes(), c.idle_since))
+            oldest = min(waiting, key=lambda c: (c.has_unread_bytes(), c.answered, c.idle_since))
             self.connections.discard(oldest)
             oldest.transport.abort()
+
+    def waits_for_client(self) -> bool:
+        """Between two requests, or within one."""
+        return self.cycle is None or self.cycle.response_complete or self.cycle.more_body
 
     def has_unread_bytes(self) -> bool:
         poll = select.poll()
