@@ -1,4 +1,4 @@
-"""The pages list what runs on the pretend GPU."""
+"""The pages list what runs on the pretend GPU; checked without one."""
 
 from __future__ import annotations
 
