@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 
+import torch.distributed as dist
+
 from arguments.eval_sets import EvalSet
 from arguments.prompt_mix import MixSource
 from arguments.schema import RewardConfig, RolloutConfig
@@ -14,6 +16,8 @@ from slime_like.function_args import NO_SETTINGS, FunctionArgs
 from slime_like.rewards.grader import Grader
 from slime_like.rollout.failures import warn_failed
 from slime_like.rollout.rollouter import Rollouter, eval_sampling
+from slime_like.samples.episodes import truncated_fraction
+from slime_like.samples.exchange import all_sequences
 from slime_like.samples.groups import SampleGroup, flatten
 from slime_like.standard_sets import standard_sets
 from slime_like.types import Prompt
@@ -90,7 +94,7 @@ class Evaluator:
             )
             what = f"evaluation {rollout_id + 1}, {eval_set.name}"
             warn_failed(flatten(groups), what, "count as 0", self._rollouter.group)
-            metrics |= score(eval_set.name, groups)
+            metrics |= score(eval_set.name, groups, self._rollouter.group)
             self.last[eval_set.name] = groups
         return metrics
 
@@ -99,19 +103,22 @@ class Evaluator:
             grader.close()
 
 
-def score(name: str, groups: Sequence[SampleGroup]) -> dict[str, float]:
-    """eval/<name>/mean, pass@k for k = 1, 2, 4, ... up to the group size, response length and
-    fraction of truncated responses.
+def score(
+    name: str, groups: Sequence[SampleGroup], group: dist.ProcessGroup | None = None
+) -> dict[str, float]:
+    """eval/<name>/mean, pass@k for k = 1, 2, 4, ... up to the group size, and of all sequences of
+    the episodes the response length and the fraction that is truncated. Collective if an episode
+    has several.
 
     A sample passes if its reward is at least 1. A sample without a finite reward (e.g. a failed
     grader) counts as 0, so that the score covers all prompts.
     """
     samples = flatten(groups)
-    metrics = score_rewards(
-        name, [s.reward for s in samples], [s.status == "truncated" for s in samples]
-    )
-    total_length = sum(s.response_length for s in samples)
-    metrics[f"eval/{name}/response_length_mean"] = total_length / len(samples)
+    metrics = score_rewards(name, [s.reward for s in samples])
+    sequences = all_sequences(samples, group)
+    total_length = sum(s.response_length for s in sequences)
+    metrics[f"eval/{name}/response_length_mean"] = total_length / len(sequences)
+    metrics[f"eval/{name}/truncated_frac"] = truncated_fraction(sequences)
     passes = [sum(_value(s.reward) >= 1 for s in g.samples) for g in groups]
     sizes = [len(g.samples) for g in groups]
     k = 1

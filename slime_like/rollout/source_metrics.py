@@ -10,6 +10,7 @@ import torch.distributed as dist
 from slime_like.distributed.collectives import gather
 from slime_like.rollout.failures import failed_fraction, is_failed
 from slime_like.samples.episodes import truncated_fraction
+from slime_like.samples.exchange import all_sequences
 from slime_like.samples.groups import SampleGroup, flatten
 from slime_like.types import PROMPT_SOURCE, Sample
 
@@ -39,16 +40,20 @@ def source_metrics(
     pass_rewards: Mapping[str, float],
     *,
     graded: bool = True,
+    group: dist.ProcessGroup | None = None,
 ) -> dict[str, float]:
     """rollout/<source>/groups, and for a source with groups what `rollout_metrics` has for all
-    samples, and the pass rate.
+    samples, and the pass rate. Lengths are those of all sequences of an episode. Collective if an
+    episode has several.
 
     Args:
         groups: Of the rollout.
         names: The source of each group, by its id.
         pass_rewards: By source, the reward from which on a sample passes.
         graded: Samples have rewards.
+        group: Process group of all ranks, if the default group is in use at the same time.
     """
+    sequences = all_sequences(flatten(groups), group)
     metrics: dict[str, float] = {}
     for name, pass_reward in pass_rewards.items():
         of_source = [each for each in groups if names.get(each.group_id) == name]
@@ -57,9 +62,10 @@ def source_metrics(
         samples = flatten(of_source)
         if not samples:
             continue
-        lengths = sum(sample.response_length for sample in samples)
-        metrics[f"{prefix}/response_length_mean"] = lengths / len(samples)
-        metrics[f"{prefix}/truncated_frac"] = truncated_fraction(samples)
+        own = [sequence for sequence in sequences if names.get(sequence.group_id) == name]
+        lengths = sum(sequence.response_length for sequence in own)
+        metrics[f"{prefix}/response_length_mean"] = lengths / len(own)
+        metrics[f"{prefix}/truncated_frac"] = truncated_fraction(own)
         if not graded:
             continue
         metrics[f"{prefix}/failed_frac"] = failed_fraction(samples)

@@ -133,27 +133,38 @@ def refresh_index(
 def with_branches(
     samples: Sequence[AnySample], group: dist.ProcessGroup | None = None
 ) -> list[AnySample]:
-    """The sequences to train on: each sample is followed by its branches, which have its id, reward
-    and metadata.
-
-    Args:
-        samples: Of a rollout, each complete on the rank that made it.
+    """The sequences to train on: `all_sequences`.
 
     Raises:
         ValueError: on all ranks, for a sample with branches and rewards of tokens, or log-probs or
             a prompt of a teacher, which its branches have not.
     """
+    for s in samples:
+        for name in (
+            ("token_rewards", "teacher_log_probs", "teacher_prompt") if s.num_branches else ()
+        ):
+            if s.has(name):
+                raise ValueError(
+                    f"sample {s.sample_id} is an episode of {s.num_branches + 1} sequences, and "
+                    f"only the first has {name}; use one reward per episode, and no served teacher "
+                    "or --opd-type self"
+                )
+    return all_sequences(samples, group)
+
+
+def all_sequences(
+    samples: Sequence[AnySample], group: dist.ProcessGroup | None = None
+) -> list[AnySample]:
+    """Each sample followed by its branches, which have its id, reward, metadata and status.
+    Collective if a sample has any.
+
+    Args:
+        samples: Of a rollout, each complete on the rank that made it.
+        group: Process group of all ranks, if the default group is in use at the same time.
+    """
     counts = [s.num_branches for s in samples]
     if not any(counts):
         return list(samples)
-    for s, count in zip(samples, counts):
-        for name in ("token_rewards", "teacher_log_probs", "teacher_prompt") if count else ():
-            if s.has(name):
-                raise ValueError(
-                    f"sample {s.sample_id} is an episode of {count + 1} sequences, and only the "
-                    f"first has {name}; use one reward per episode, and no served teacher or "
-                    "--opd-type self"
-                )
     rank = _rank_and_world()[0]
     holders: list[int] = []
     local: list[Sample] = []

@@ -265,7 +265,7 @@ class RolloutManager:
         metrics = metrics | answer_metrics(groups, self._special_ids, group)
         if self.settings.pass_rewards:
             names = source_of_groups(groups, group)
-            metrics |= source_metrics(groups, names, self.settings.pass_rewards)
+            metrics |= source_metrics(groups, names, self.settings.pass_rewards, group=group)
         if self.settings.has_agents:
             from slime_like.agents.episode_samples import agent_metrics
 

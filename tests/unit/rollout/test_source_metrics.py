@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
+from slime_like.rollout.evaluate import score
 from slime_like.rollout.source_metrics import source_metrics
 from slime_like.samples.groups import SampleGroup
 from slime_like.types import Sample, SampleStatus
@@ -36,6 +39,23 @@ def test_each_source_has_its_own() -> None:
     assert metrics["rollout/b/failed_frac"] == 0.5 and metrics["rollout/a/failed_frac"] == 0
     assert metrics["rollout/a/response_length_mean"] == 2 and metrics["rollout/b/reward_std"] == 0
     assert [name for name in metrics if name.startswith("rollout/c/")] == ["rollout/c/groups"]
+
+
+def test_lengths_are_those_of_all_sequences_of_an_episode() -> None:
+    episode, other = group(0, 1.0).samples[0], group(0, 0.0).samples[0]
+    branch = group(3, 0.0).samples[0]
+    branched = replace(
+        episode, status=SampleStatus.TRUNCATED, branches=(replace(branch, group_id=0, sample_id=0),)
+    )
+    groups = [SampleGroup(0, (branched, replace(other, sample_id=1))), group(1, 1.0)]
+    metrics = source_metrics(groups, {0: "a", 1: "b"}, {"a": 1.0, "b": 1.0})
+    assert metrics["rollout/a/response_length_mean"] == 2  # 1, its branch of 4, and 1
+    assert metrics["rollout/a/truncated_frac"] == 2 / 3
+    assert metrics["rollout/a/reward_mean"] == 0.5 and metrics["rollout/a/pass_rate"] == 0.5
+    assert metrics["rollout/b/response_length_mean"] == 2
+    scores = score("a", groups[:1])
+    assert scores["eval/a/response_length_mean"] == 2 and scores["eval/a/truncated_frac"] == 2 / 3
+    assert scores["eval/a/mean"] == 0.5
 
 
 def test_given_answers_have_no_rewards() -> None:
