@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from arguments.config_groups import ConfigGroups
+from arguments.eval_sets import EvalSet, setting_of
 from arguments.megatron_configs import Machine
 from arguments.schema import ParallelConfig
 from slime_like.config import Problem, flag_name
@@ -98,6 +99,13 @@ def reject(settings: Mapping[str, object], message: str) -> list[Problem]:
         if value:
             problems += problem(field, value, message)
     return problems
+
+
+def field_of(eval_set: EvalSet, s: Settings) -> str:
+    """The field that names an evaluation set."""
+    if any(source.eval_path and source.name == eval_set.name for source in s.prompt_sources):
+        return "prompt_data"
+    return setting_of(eval_set, s.eval)
 
 
 def import_function(field: str, path: str) -> tuple[Callable[..., object] | None, list[Problem]]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from arguments.eval_sets import EvalSet, setting_of
+from arguments.eval_sets import EvalSet
 from arguments.hf.hub import download_hint
 from arguments.prompt_mix import MixSource, is_mix
-from arguments.rules.base import TASK_PREFIX, Rule, Settings, problem
+from arguments.rules.base import TASK_PREFIX, Rule, Settings, field_of, problem
 from arguments.rules.distillation import SLIME_REWARD
 from arguments.rules.rows import file_of, first_keys
 from arguments.rules.scheduling import OWN_ROLLOUT
@@ -132,15 +132,8 @@ def check_row_keys(s: Settings) -> list[Problem]:
             if keys and key is not None and not _is_among(key, keys):
                 where = f"set {held_out.name}: no key {key!r} in {held_out.path}"
                 message = f"{where}; its keys: {_join(keys)}"
-                problems += problem(_flag_of(held_out, s), None, message)
+                problems += problem(field_of(held_out, s), None, message)
     return problems
-
-
-def _flag_of(eval_set: EvalSet, s: Settings) -> str:
-    """The setting that names an evaluation set."""
-    if any(source.eval_path and source.name == eval_set.name for source in s.prompt_sources):
-        return "prompt_data"
-    return setting_of(eval_set, s.eval)
 
 
 def check_images(s: Settings) -> list[Problem]:
@@ -265,7 +258,7 @@ def check_evaluation(s: Settings) -> list[Problem]:
     for each in s.eval_sets:
         if not each.name.strip():
             message = "has a set without a name, which its metrics would lack; name it"
-            problems += problem(_flag_of(each, s), None, message)
+            problems += problem(field_of(each, s), None, message)
     for name in sorted({name for name in names if names.count(name) > 1}):
         message = f"{name}: another evaluation set has its name; rename one of them"
         if any(source.name == name for source in s.prompt_sources):
@@ -274,9 +267,9 @@ def check_evaluation(s: Settings) -> list[Problem]:
             problems += problem("eval_sets", " ".join(s.eval.eval_sets or ()), f"set {message}")
     for each in s.eval_sets:
         if each.set is None:
-            problems += missing_data(_flag_of(each, s), each.path)
+            problems += missing_data(field_of(each, s), each.path)
     for each in s.eval_sets:
-        flag = _flag_of(each, s)
+        flag = field_of(each, s)
         reason = _reward_problem(each, s) if flag in ("eval_sets", "eval_config") else None
         if reason is not None:
             problems += problem(flag, None, f"set {each.name}: {reason}")
@@ -310,7 +303,7 @@ def check_stop(s: Settings) -> list[Problem]:
     ]
     for each in s.eval_sets:
         values: list[str | int] = [*(each.stop or ()), *(each.stop_token_ids or ())]
-        for found in _stop_problems(_flag_of(each, s), values, s):
+        for found in _stop_problems(field_of(each, s), values, s):
             problems.append(replace(found, message=f"set {each.name}: {found.message}"))
     return problems
 

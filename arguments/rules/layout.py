@@ -3,11 +3,12 @@ micro-batches, and the length of a run."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from arguments.eval_sets import setting_of
+from arguments.eval_sets import EvalSet, setting_of
 from arguments.megatron_configs import resolve_transformer_impl
-from arguments.rules.base import LayoutSettings, Rule, Settings, problem, reject
+from arguments.prompt_mix import MixSource
+from arguments.rules.base import LayoutSettings, Rule, Settings, field_of, problem, reject
 from arguments.rules.pipeline import (
     check_pipeline_split,
     first_layers,
@@ -411,11 +412,12 @@ def check_sequence_lengths(s: Settings) -> list[Problem]:
     prompt = s.data.rollout_max_prompt_len or 1
     if limit is None:
         return []
-    eval_lengths = [each.max_response_len for each in s.eval_sets] if s.evaluates else []
+    eval_sets = s.eval_sets if s.evaluates else ()
+    shared = [each for each in eval_sets if each.max_prompt_len is None]
     responses = {}
-    if s.generates or None in eval_lengths:
+    if s.generates or any(each.max_response_len is None for each in shared):
         responses["rollout_max_response_len"] = s.rollout.rollout_max_response_len
-    for each in s.eval_sets if s.evaluates else ():
+    for each in shared:
         if each.max_response_len is not None:
             from_file = setting_of(each, s.eval) == "eval_config"
             name = "eval_config" if from_file else "eval_max_response_len"
@@ -423,7 +425,30 @@ def check_sequence_lengths(s: Settings) -> list[Problem]:
     message = f"exceeds the {limit} positions of the network (--max-position-embeddings)"
     if prompt > 1:
         message = f"with --rollout-max-prompt-len {prompt} it {message}"
-    return reject({name: n for name, n in responses.items() if n + prompt > limit}, message)
+    problems = reject({name: n for name, n in responses.items() if n + prompt > limit}, message)
+    sources = s.prompt_sources if s.generates else ()
+    return [*problems, *_own_prompt_limits([*sources, *eval_sets], limit, s)]
+
+
+def _own_prompt_limits(
+    rows: Sequence[MixSource | EvalSet], limit: int, s: Settings
+) -> list[Problem]:
+    """Of the sources and evaluation sets with a max_prompt_len, those whose prompts may leave too
+    few of the model's `limit` positions."""
+    found = {}
+    for row in rows:
+        response = row.max_response_len or s.rollout.rollout_max_response_len
+        if row.max_prompt_len is None or row.max_prompt_len + response <= limit:
+            continue
+        what, field = f"source {row.name}", "prompt_data"
+        if isinstance(row, EvalSet) and (field := field_of(row, s)) != "prompt_data":
+            what = f"set {row.name}"
+        message = (
+            f"{what}: max_prompt_len {row.max_prompt_len} and a response of {response} exceed the "
+            f"{limit} positions of the network (--max-position-embeddings)"
+        )
+        found[message] = Problem(flag_name(field), None, message)
+    return list(found.values())
 
 
 # --- micro-batches -------------------------------------------------------------------------------

@@ -107,6 +107,8 @@ IN_A_RUN = [
     ("rm_type: maths", "", "source a: rm_type is 'maths'; legal values"),
     ("custom_rm_path: json.none", "", "source a: custom_rm_path"),
     ("max_response_len: 2000", "", "max_response_len is 2000, must not be above --rollout-max-response-len"),
+    ("max_prompt_len: 505, eval_path: {folder}/prompts.jsonl", "--eval-interval 1",
+     "source a: max_prompt_len 505 and a response of 128 exceed the 512 positions"),
     ("", "--num-rollout-none --num-epoch 1", "cannot be combined with --num-epoch"),
     ("", "--data-source-path json.dumps", "cannot be combined with --data-source-path"),
     ("custom_rm_path: json.dumps", "--group-rm --custom-rm-path json.dumps", "cannot be combined with --group-rm"),

@@ -251,6 +251,8 @@ eval:
          "set a: custom_rm_path 'json.nothing'"),
         ("datasets: [{name: a, path: '{folder}/prompts.jsonl', max_response_len: 600}]",
          "exceeds the 512 positions"),
+        ("datasets: [{name: a, path: '{folder}/prompts.jsonl', max_prompt_len: 505}]",
+         "set a: max_prompt_len 505 and a response of 128 exceed the 512 positions"),
         ("{", "cannot be read"),
     ],
 )  # fmt: skip
