@@ -158,9 +158,9 @@ SPY = """
 
 @needs_namespaces
 def test_an_episode_sees_nothing_of_the_others(episodes: Callable[..., list[Sample]]) -> None:
-    """Which it does in the process that they share."""
+    """Which it does in the process that they share, where it may see other programs' keys too."""
     shared = episodes(SPY, SHARED)
-    assert [s.metadata.get("others") for s in shared] == [1, 1], reasons(shared)
+    assert all(s.metadata.get("others", 0) >= 1 for s in shared), reasons(shared)
     assert [s.metadata["others"] for s in episodes(SPY, PROCESSES)] == [0, 0]
 
 
