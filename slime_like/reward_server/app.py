@@ -9,6 +9,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
+from starlette.requests import ClientDisconnect
 
 from slime_like.errors import RunError
 from slime_like.reward_server.model import BadText, Batches, NoScore, RewardModel
@@ -59,9 +60,13 @@ def make_app(model: RewardModel, tokens: int) -> FastAPI:
         final = isinstance(error, BadText | NoScore)
         return JSONResponse({"error": str(error)}, 400 if final else 500)
 
+    async def gone(request: Request, error: Exception) -> Response:
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
+
     app.add_api_route("/health", health)
     app.add_api_route("/tokenize", tokenize, methods=["POST"], response_model=None)
     app.add_api_route("/classify", classify, methods=["POST"], response_model=None)
+    app.add_exception_handler(ClientDisconnect, gone)
     app.add_exception_handler(BadText, refuse)
     app.add_exception_handler(RunError, refuse)
     return app

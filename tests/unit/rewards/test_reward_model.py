@@ -185,10 +185,10 @@ def test_a_client_that_left_is_not_served() -> None:
 
     app = make_app(Slow(), 1000)  # type: ignore[arg-type]
 
-    async def ask(token: int, leaves: bool) -> int:
-        """Status of the response."""
+    async def ask(token: int, leaves: bool, within: bool = False) -> int:
+        """Status of the response. within: leaves before the end of its request."""
         body = json.dumps({"input_ids": [token]}).encode()
-        messages = [{"type": "http.request", "body": body, "more_body": False}]
+        messages = [{"type": "http.request", "body": body, "more_body": within}]
         status: list[int] = []
 
         async def receive() -> dict[str, Any]:
@@ -218,12 +218,13 @@ def test_a_client_that_left_is_not_served() -> None:
             first = asyncio.create_task(ask(1, leaves=False))
             await asyncio.to_thread(begun.wait, 60)
             gone = await ask(2, leaves=True)
+            half = await ask(4, leaves=True, within=True)
             last = asyncio.create_task(ask(3, leaves=False))
             await asyncio.sleep(0.1)
             go_on.set()
-            return [await first, gone, await last]
+            return [await first, gone, half, await last]
 
-    assert asyncio.run(all_of_them()) == [200, 499, 200]
+    assert asyncio.run(all_of_them()) == [200, 499, 499, 200]
     assert Slow.seen == [1, 3]
 
 
