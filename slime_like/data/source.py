@@ -339,6 +339,9 @@ class ParquetSource:
         self._paths = dotted(columns)
         wanted = {*columns, *(path.partition(".")[0] for path in self._paths)}
         self._columns = [name for name in names if name in wanted] or names
+        for name in self._columns:
+            if self._columns.count(name) > 1:
+                raise ValueError(f"{flag} {path}: has two columns named {name!r}; rename one")
         self._starts = [0]
         for group in range(self._file.num_row_groups):
             self._starts.append(self._starts[-1] + self._file.metadata.row_group(group).num_rows)

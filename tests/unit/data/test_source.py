@@ -224,6 +224,20 @@ def test_a_file_that_changed_under_us(tmp_path, kind):
     assert source.rows([0])[0]["answer"] == 0
 
 
+def test_two_columns_of_one_name(tmp_path):
+    """Of which a dict would keep the last; of columns that nobody reads it does not matter."""
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    columns = [pa.array([name]) for name in "abcd"]
+    table = pa.table(columns, names=["input", "answer", "other", "other"])
+    pq.write_table(table, tmp_path / "a.parquet")
+    assert open_jsonl(tmp_path / "a.parquet").rows([0]) == [{"input": "a", "answer": "b"}]
+    pq.write_table(table.rename_columns(["input", "answer", "answer", "x"]), tmp_path / "b.parquet")
+    with pytest.raises(ValueError, match=r"b\.parquet: has two columns named 'answer'; rename one"):
+        open_jsonl(tmp_path / "b.parquet")
+
+
 def test_a_damaged_page_names_the_file(tmp_path):
     """A flipped bit within the data of a column, found by the page's checksum."""
     rows = [{"input": f"question {i}", "answer": i} for i in range(50)]
