@@ -121,6 +121,10 @@ class _EpisodeThread:
                 return
             try:
                 future.set_result(function(*values, **named))
+            except StopIteration as error:  # asyncio's futures do not take it, and would never end
+                stopped = RuntimeError(f"StopIteration: {error}")
+                stopped.__cause__ = error
+                future.set_exception(stopped)
             except BaseException as error:
                 future.set_exception(error)
 

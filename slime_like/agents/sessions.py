@@ -311,7 +311,7 @@ class Session:
         truncated = output.finish_reason == "length"
         self.tree.add(prompt, request.messages, request.tools, message, output)
         finish: Finish = "length" if truncated else "stop"
-        if parsed.calls:
+        if parsed.calls and not truncated:  # a further call may have been cut
             finish = "tool_calls"
         return Choice(message, finish, len(prompt.tokens), tokens, output.log_probs, stop_string)
 

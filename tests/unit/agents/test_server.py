@@ -204,6 +204,31 @@ def test_responses_and_streams() -> None:
     assert [len(b.tokens) > 0 for b in session.tree.branches()] == [True, True]
 
 
+def test_an_answer_that_is_cut_after_a_whole_call_is_reported_as_cut() -> None:
+    first = call_text(FAMILY, [("weather", {"city": "Paris"})])
+    limit = len(TOKENIZER(first, add_special_tokens=False)["input_ids"]) + 6
+    session = session_of(Engine(CALL, CALL, CALL))
+
+    async def talk(client: httpx.AsyncClient) -> None:
+        body: dict[str, Any] = dict(messages=[user("weather?")], max_tokens=limit)
+        chat = await post(client, "/v1/chat/completions", tools=TOOLS, **body)
+        (choice,) = chat["choices"]
+        assert chat["usage"]["completion_tokens"] == limit
+        assert len(choice["message"]["tool_calls"]) == 1 and choice["finish_reason"] == "length"
+        tools: list[Any] = [{"name": "weather", "input_schema": {"type": "object"}}]
+        message = await post(client, "/v1/messages", tools=tools, **body)
+        assert "tool_use" in [block["type"] for block in message["content"]]
+        assert message["stop_reason"] == "max_tokens"
+        tools = [{"type": "function", "name": "weather", "parameters": {}}]
+        body = dict(input=[user("weather?")], max_output_tokens=limit, tools=tools)
+        response = await post(client, "/v1/responses", **body)
+        assert "function_call" in [item["type"] for item in response["output"]]
+        assert response["status"] == "incomplete"
+        assert response["incomplete_details"] == {"reason": "max_output_tokens"}
+
+    run(session, talk)
+
+
 @pytest.mark.parametrize(
     ("body", "words"),
     [

@@ -62,6 +62,19 @@ class AsyncOnce:
         return "", None, True
 
 
+class Exhausted:
+    """Has no second question, so that its step raises StopIteration."""
+
+    def __init__(self) -> None:
+        self.questions = iter(["first"])
+
+    def reset(self, *, seed: int, row: Mapping[str, Any]) -> str:
+        return next(self.questions)
+
+    def step(self, action: str) -> Step:
+        return next(self.questions), 1.0, False
+
+
 class Broken(AsyncOnce):
     async def step(self, action: str) -> Any:
         return "no tuple of three"
@@ -131,6 +144,8 @@ def test_what_an_environment_does_wrong_costs_its_own_sample() -> None:
     sample = played(Broken, Engine())
     assert sample.status == SampleStatus.ABORTED
     assert "return (text, reward, done)" in sample.metadata["failure"]
+    sample = played(Exhausted, Engine(), timeout_s=20)
+    assert "raised RuntimeError: StopIteration" in sample.metadata["failure"]
     hang = threading.Event()
     made = Counter(hang=hang)
     sample = played(lambda: made, Engine(), timeout_s=0.5)
