@@ -166,6 +166,9 @@ class ModelRegistry:
         for record_type, name in _TABLES.items():
             for id, record, _, _ in self.journal.entries(name):
                 self._table(name)[id] = record_type(**record)
+        for session in self.sessions.values():
+            if not session.finished:
+                session.seen = time.time()  # the journal's is of when the session was created
 
     def _table(self, name: str) -> dict[str, AnyRecord]:
         return getattr(self, f"{name}s")

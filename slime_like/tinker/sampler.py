@@ -202,9 +202,12 @@ class SnapshotSampler:
                 list(to_score.values()), [command.adapter(i) for i in to_score]
             )
         )
-        samples = {
-            place: plain_output(output) for place, output in zip(local_places, outputs, strict=True)
-        }
+        samples = together(
+            lambda: {
+                place: plain_output(output)
+                for place, output in zip(local_places, outputs, strict=True)
+            }
+        )
         if command.top_k_sample:
             together(lambda: add_top_tokens(engine, command, samples))
         for_top = local_prompts if command.top_k_prompt else {}

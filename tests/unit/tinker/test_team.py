@@ -13,6 +13,7 @@ import pytest
 from arguments.rules.server import valid_keys
 from slime_like.tinker.access import KeyRing
 from slime_like.tinker.errors import Failed
+from slime_like.tinker.model_registry import ModelRegistry
 from tests.api_in_process import Api
 
 FIRST, SECOND, OPERATOR = "tml-first-key-000", "tml-second-key-00", "tml-operator-key"
@@ -133,6 +134,18 @@ def test_a_silent_session_ends_with_its_models_and_samplers(api: Api) -> None:
     assert api.get(f"samplers/{sampler['sampling_session_id']}").status_code == 404
     assert not folder.exists()
     api.still_executes()
+
+
+def test_a_session_that_is_heard_of_outlives_a_restart(api: Api) -> None:
+    """The journal does not know of heartbeats: clients may send theirs to the new API process."""
+    session = api.service.registry.sessions[api.session]
+    session.seen -= 2 * api.service.config.session_timeout_s
+    api.service.registry.keep(session)
+    api.post("session_heartbeat", {"session_id": api.session})
+    again = ModelRegistry(api.service.registry.journal)  # of a new API process
+    api.service.registry = api.service.sessions.registry = again
+    api.service.sessions.end_silent_sessions()
+    assert not again.sessions[api.session].finished and len(again.live_models()) == 2
 
 
 def test_older_sdks_are_told_to_do_what_the_newest_does(api: Api) -> None:
