@@ -223,6 +223,8 @@ class BatchBuilder:
         keys = rollout.local_keys
         if scores.old is not None:
             entropies = [output.entropy for output in scores.old]
+            if self.algorithm.use_rollout_logprobs:
+                entropies = []  # the engine reports none
             return Batches(batches, critic_batches, None, keys, entropies), metrics
         batches = [dataclasses.replace(batch, old_is_current=True) for batch in batches]
         check = UpdateCheck(self.log_probs, rollout, weight_version)

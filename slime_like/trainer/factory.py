@@ -180,8 +180,13 @@ def throughput_of(config: RunConfig, backend: MegatronBackend) -> Throughput:
     if backend.device.type == "cuda":
         device = torch.cuda.get_device_name(backend.device)
     passes = 0
+    algorithm = config.algorithm
     if backend.teacher is None:
-        passes = (not config.old_is_current) + (backend.reference is not None)
+        passes = int(backend.reference is not None)
+        if algorithm.scores_mismatches and passes:
+            passes = 3  # the reference over both halves of the pairs, the policy over one
+        elif algorithm.loss_type != "sft_loss":
+            passes += not (config.old_is_current or algorithm.use_rollout_logprobs)
     return make_throughput(config, backend.layout.world_size, device, log_prob_passes=passes)
 
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 import megatron_patches
 from arguments.run_config import RunConfig
 from slime_like.checkpoints.lock import hold_folders
+from slime_like.config import flag_name
 from slime_like.distributed.activity import Activity
 from slime_like.distributed.failure_report import (
     LINGER_S,
@@ -79,10 +80,18 @@ def run_ranks(config: RunConfig, rank: int, startup: Say) -> int:
     """As `run`, without the files that it leaves for launch scripts."""
     write_stacks_on_request()
     cautions = list(config.warnings)
-    if os.environ.get(STATUS_FILE) and config.checkpoint.load != config.checkpoint.save:
+    flags = config.checkpoint
+    may_be_requeued = bool(os.environ.get(STATUS_FILE))
+    if may_be_requeued and flags.load != flags.save:
         cautions.append(
             "this job may be requeued and would then start from scratch: set --load to the folder "
             "of --save"
+        )
+    elif may_be_requeued and (flags.finetune or flags.ckpt_step is not None):
+        flag = "--finetune" if flags.finetune else "--ckpt-step"
+        cautions.append(
+            f"this job may be requeued and would then start with {flag} again; give it another "
+            "folder as --load once, and then this one without it"
         )
     prepare(config, rank, cautions)
     if config.preflight.preflight:
@@ -325,9 +334,17 @@ def show(error: BaseException) -> None:
 
 def command_to_continue(config: RunConfig, world_size: int) -> str:
     """The command that resumes this run. On several nodes, only the flags of train.py."""
+    flags = config.checkpoint
     argv = mask_argv(config.argv)
-    if config.checkpoint.load != config.checkpoint.save:
-        argv += ["--load", str(config.checkpoint.save)]
+    # later words override earlier ones, and a run file: of another checkpoint, the run may have
+    # wanted an old step, or a part
+    if flags.load != flags.save:
+        argv += ["--load", str(flags.save)]
+    if flags.ckpt_step is not None:
+        argv += ["--ckpt-step", "null"]
+    for name in ("finetune", "no_load_optim", "no_load_rng"):
+        if getattr(flags, name):
+            argv += [flag_name(name), "false"]
     by_name = sys.argv[0].startswith("slime-like ")
     program = ["slime-like", "train"] if by_name else ["train.py"]
     if world_size > 1:

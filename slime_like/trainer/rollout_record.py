@@ -50,16 +50,19 @@ def record_rollout(
 
 
 def record_training(target: str, step: int, batches: Batches, layout: ParallelLayout) -> None:
-    """Write advantages, log-probs and entropy of this data-parallel rank's samples. Nothing is
-    written if a user hook changed the number of samples, because their names are lost."""
+    """Write advantages, log-probs and entropy of this data-parallel rank's samples; with
+    --use-rollout-logprobs no log-probs and entropy of the policy, which are the engine's there.
+    Nothing is written if a user hook changed the number of samples, because their names are
+    lost."""
     samples = list(chain.from_iterable(batch.samples for batch in batches.policy))
     if layout.tp_rank or layout.cp_rank or layout.pp_rank:
         return
     if len(samples) != len(batches.sample_keys):
         return
+    names = [name for name in TOKEN_VALUES if batches.entropies or name != "old_log_probs"]
     values: dict[str, dict[str, Tensor]] = {}
     for i, (key, sample) in enumerate(zip(batches.sample_keys, samples)):
-        columns = {name: getattr(sample, name) for name in TOKEN_VALUES}
+        columns = {name: getattr(sample, name) for name in names}
         columns["entropy"] = batches.entropies[i] if batches.entropies else None
         values[key] = {name: value for name, value in columns.items() if value is not None}
     with writes_to(FLAG, target):

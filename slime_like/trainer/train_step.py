@@ -241,12 +241,13 @@ def entropy_controller(algorithm: AlgorithmConfig) -> EntropyController:
 def averages(
     results: Sequence[StepResult], guard: SkippedStepGuard, prefix: str = ""
 ) -> dict[str, float]:
-    """Average the metrics of a rollout's optimizer steps. prefix: for names that policy and critic
-    share."""
+    """Average the metrics of a rollout's optimizer steps; of maxima and minima, those over all
+    steps. prefix: for names that policy and critic share."""
     metrics = {}
     for name in sorted(set[str]().union(*(result.metrics for result in results))):
         values = [result.metrics[name] for result in results if name in result.metrics]
-        metrics[name if name.startswith("perf/") else f"train/{name}"] = mean(values)
+        combine = max if name.endswith("_max") else min if name.endswith("_min") else mean
+        metrics[name if name.startswith("perf/") else f"train/{name}"] = combine(values)
     metrics[f"train/{prefix}grad_norm"] = mean([r.grad_norm for r in results])
     metrics[f"train/{prefix}lr"] = results[-1].learning_rate
     metrics[f"train/{prefix}skipped_steps"] = float(guard.total)

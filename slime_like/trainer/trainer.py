@@ -300,7 +300,9 @@ class Trainer:
         if config.debug.debug_rollout_only:
             return metrics
         sequences = self._converted(sequences, len(samples))
-        self._lengths = [(s.total_length, s.active_tokens) for s in sequences]
+        # KTO's mismatched answers are scored before the steps, and not trained on
+        trained = sequences[::2] if config.algorithm.scores_mismatches else sequences
+        self._lengths = [(s.total_length, s.active_tokens) for s in trained]
         batches, batch_metrics = self.strategy.build_batches(
             self.batch_builder, step, sequences, self.weight_version
         )

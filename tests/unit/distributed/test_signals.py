@@ -5,17 +5,21 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from arguments.parse import parse_args
+from arguments.schema import CheckpointConfig
 from tests.paths import ROOT
-from tests.unit.command_lines import HF_CONFIG
+from tests.unit.command_lines import HF_CONFIG, complete
 
 CATCH = """
 import os, signal, sys, time
@@ -209,7 +213,7 @@ except KeyError:
 def test_what_continues_a_run_is_what_started_it(monkeypatch: pytest.MonkeyPatch) -> None:
     from slime_like.trainer.launch import command_to_continue
 
-    folder = SimpleNamespace(load="runs", save="runs")
+    folder = CheckpointConfig(load="runs", save="runs")
     config: Any = SimpleNamespace(argv=["--lr", "1"], checkpoint=folder)
     monkeypatch.setattr(sys, "argv", ["train.py"])
     assert command_to_continue(config, 1) == "python train.py --lr 1"
@@ -218,6 +222,30 @@ def test_what_continues_a_run_is_what_started_it(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     expected = "torchrun --nproc-per-node 2 --no-python slime-like train --lr 1"
     assert command_to_continue(config, 2) == expected
+
+
+def test_what_continues_a_run_from_a_part_of_another_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Is the whole of the newest one of this run, whatever the command line or its file had."""
+    from slime_like.trainer.launch import command_to_continue
+
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    (tmp_path / "old" / "iter_0000004").mkdir(parents=True)
+    (tmp_path / "run.yaml").write_text(f"load: {tmp_path}/old\nno_load_rng: true\n")
+    words = complete(
+        tmp_path, "--config", str(tmp_path / "run.yaml"), "--finetune", "--no-load-optim", "--save",
+        str(tmp_path / "new"),
+    )  # fmt: skip
+    first = parse_args(words, 1)
+    assert first.checkpoint.finetune and first.checkpoint.no_load_rng
+    with_step = replace(first, checkpoint=replace(first.checkpoint, ckpt_step=4))
+    command = shlex.split(command_to_continue(with_step, 1))
+    assert command[:2] == ["python", "train.py"]
+    found = parse_args(command[2:], 1).checkpoint
+    assert found.load == found.save == str(tmp_path / "new")
+    assert (found.ckpt_step, found.finetune) == (None, False)
+    assert not found.no_load_optim and not found.no_load_rng
 
 
 def test_a_report_that_fails_does_not_fail_the_run(

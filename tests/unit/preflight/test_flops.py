@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import megatron_patches
@@ -17,6 +18,7 @@ megatron_patches.apply()
 
 from megatron.core.utils import unwrap_model  # noqa: E402
 
+from arguments.parse import parse_args  # noqa: E402
 from slime_like.megatron.model import mamba  # noqa: E402
 from slime_like.preflight.fake_world import world_as_rank  # noqa: E402
 from slime_like.preflight.flops import TERA, ForwardFlops, forward_flops, peak_tflops  # noqa: E402
@@ -27,7 +29,9 @@ from slime_like.preflight.shape import (  # noqa: E402
     mixer_matrices,
     stream_matrices,
 )
-from slime_like.trainer.factory import make_throughput  # noqa: E402
+from slime_like.trainer.factory import make_throughput, throughput_of  # noqa: E402
+from tests.unit.arguments.rules.test_pairs import REF, kto_words  # noqa: E402
+from tests.unit.arguments.rules.test_pairs import words as pair_words  # noqa: E402
 from tests.unit.command_lines import complete, problems_of  # noqa: E402
 from tests.unit.preflight.test_check import (  # noqa: E402
     DEEPSEEK_V4,
@@ -195,6 +199,35 @@ def test_a_rollout(tmp_path: Path) -> None:
     saved = found["all"]["perf/actor_train_tflops"] - found["adapter"]["perf/actor_train_tflops"]
     assert saved == pytest.approx(weights / 2 / 2 / TERA, rel=1e-9)
     assert make_throughput(config, 1, "", log_prob_passes=0).metrics([], seconds) == {}
+
+
+@pytest.mark.parametrize(
+    ("flags", "has_reference", "passes"),
+    [
+        ("--num-steps-per-rollout 2", False, 1),
+        ("--num-steps-per-rollout 2", True, 2),
+        ("", True, 1),  # the forward pass of the only step has the old log-probs
+        ("--num-steps-per-rollout 2 --use-rollout-logprobs", False, 0),
+        ("dpo", True, 1),
+        ("kto", True, 3),
+    ],
+)
+def test_passes_over_the_policys_log_probs(
+    tmp_path: Path, flags: str, has_reference: bool, passes: int
+) -> None:
+    """KTO's are of the trained answers: both of a pair by the reference, one by the policy."""
+    words = {
+        "dpo": lambda: pair_words(tmp_path, f"--loss-type dpo_loss {REF}"),
+        "kto": lambda: kto_words(tmp_path, ""),
+    }
+    argv = words.get(flags, lambda: complete(tmp_path, *flags.split()))()
+    backend: Any = SimpleNamespace(
+        device=torch.device("cpu"),
+        teacher=None,
+        reference=object() if has_reference else None,
+        layout=SimpleNamespace(world_size=1),
+    )
+    assert throughput_of(parse_args(argv, 1), backend)._passes == passes
 
 
 @pytest.mark.parametrize(
