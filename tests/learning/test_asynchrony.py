@@ -1,5 +1,5 @@
 """What is sampled while the trainer works teaches the first starter's task, in the modes of
-docs/en/asynchrony.md, which has the curves of three seeds. A bound of 8 is none of them: at this
+docs/en/asynchrony.md, which has the curves of three to six seeds. A bound of 8 is none of them: at this
 learning rate the loss does not stand it."""
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ AHEAD = "--async-rollout --tis-ratio-type token"
 # where nothing is old
 MODES = {
     "one ahead": (AHEAD, 0.8),
+    "by sample, 1": (f"{AHEAD} --fully-async --max-staleness 1", 0.95),
     "by sample, 4": (f"{AHEAD} --fully-async --max-staleness 4", 0.95),
     "by sample, 4, mask": (f"{AHEAD} --fully-async --max-staleness 4 --stale-tokens mask", 0.85),
 }
