@@ -38,6 +38,12 @@ SGLANG_PARSERS = [
     "minimax-m2",
     "lfm2",
 ]
+_NOT_REACHED = "whose rewards it would not reach; subtract it there"
+_UNPENALISED = (
+    f"custom_reward_post_process_path, {_NOT_REACHED}",
+    f"custom_convert_samples_to_train_data_path, {_NOT_REACHED}",
+    f"gdpo_reward_keys, {_NOT_REACHED}",
+)
 _AGENT = "agent_function_path|agent_command|agent_environment|agent_worker_keys"
 
 
@@ -167,12 +173,14 @@ class AgentsConfig(CheckedSettings):
         0.0,
         "Penalty subtracted from an episode's reward per completion, in training only.",
         legal=NON_NEGATIVE,
+        excludes=_UNPENALISED,
         needs=_AGENT,
     )
     agent_token_penalty: float = arg(
         0.0,
         "Penalty subtracted from an episode's reward per generated token, in training only.",
         legal=NON_NEGATIVE,
+        excludes=_UNPENALISED,
         needs=_AGENT,
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -72,6 +73,23 @@ def credit_fields(
     return fields
 
 
+def keep_record(converted: Sequence[Sample], before: Sequence[Sample]) -> list[Sample]:
+    """The sequences of an episode after a user function, with the record of its turns only if the
+    tokens are those before it: the record has places in the responses."""
+    if len(converted) == len(before) and all(map(_same_tokens, converted, before)):
+        return list(converted)
+    sequences = []
+    for sample in converted:
+        metadata = {key: value for key, value in sample.metadata.items() if key != TURNS}
+        sequences.append(replace(sample, metadata=metadata))
+    return sequences
+
+
+def _same_tokens(sample: Sample, other: Sample) -> bool:
+    same_length = sample.response_length == other.response_length
+    return same_length and torch.equal(sample.tokens, other.tokens)
+
+
 def _turns(record: object) -> EpisodeTurns | None:
     """The recorded turns; None without a record or if the episode failed before its first turn."""
     if not isinstance(record, Mapping) or not record["spans"]:
@@ -87,7 +105,9 @@ def _check_records(turns: Sequence[EpisodeTurns | None], samples: Sequence[AnySa
         if record is None and sample.active_tokens > 0:
             raise ValueError(
                 f"sample {sample.sample_id} does not record its turns, which a per-turn "
-                "--advantage-estimator needs; it was recorded without one, or not by an agent"
+                "--advantage-estimator needs; it was recorded without one, or not by an agent, or "
+                "its tokens were changed by --custom-convert-samples-to-train-data-path or "
+                "--rollout-sample-hook-path"
             )
 
 
@@ -135,5 +155,6 @@ def check_trees(
                 f"--advantage-estimator {name} with {' and '.join(reasons)}: the returns of sample "
                 f"{samples[place].sample_id} depend on which of its {counts[i]} sequences "
                 "continues which, and it has no record of this; agents keep one, a list from a "
-                "generate function does not: return one sample, or remove these flags"
+                "generate function or changed tokens have none: return one sample, or remove "
+                "these flags"
             )

@@ -10,6 +10,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from arguments.run_config import RunConfig
+from slime_like.batching.turn_credit import keep_record
 from slime_like.compat.slime.requests import call_slime_function
 from slime_like.compat.slime.rollout import generate_rollout
 from slime_like.compat.slime.rollout_function import RolloutFunction
@@ -139,7 +140,7 @@ class SlimeAdapter:
                         "sampled, but the run replays the engine's routed experts, selected keys "
                         "or sampling masks"
                     )
-                sample = changed
+                (sample,) = keep_record([changed], [sample])
             return sample
 
         return apply_hooks

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slime_like.batching.turn_credit import keep_record
 from slime_like.compat.slime.samples import HIGHEST_LOG_PROB, as_output, versions_of
 from slime_like.types import OPTIONAL_TENSORS, TRAIN_REWARD, Sample, SampleStatus
 
@@ -43,6 +44,7 @@ def read_train_data(
     Returns:
         The sequences of the same episodes in the same order, with any number of sequences per
         episode. `TRAIN_REWARD` in their metadata is the number to train on, NaN if there is none.
+        An agent's record of its turns is dropped where the tokens of its episode have changed.
 
     Raises:
         ValueError: Names the flag, the key and the invalid entry.
@@ -65,6 +67,7 @@ def read_train_data(
                 f"{name}: the sequences of sample {sample_id} have the rewards {sorted(rewards)}, "
                 "must be equal"
             )
+        converted[sample_id] = keep_record(episode, by_id[sample_id])
     _check_log_probs(data, name)
     _check_denominators(data, ids, converted, name)
     return list(chain.from_iterable(converted.values()))

@@ -83,6 +83,15 @@ CASES = [
      "how an episode is split"),
     ("check_agent_compatibility", f"{BASE} --advantage-estimator otb", "--advantage-estimator",
      "an episode share one"),
+    *(
+        ("", f"{BASE} {penalty} 0.1 {flags}", penalty, "whose rewards it would not reach")
+        for penalty in ("--agent-turn-penalty", "--agent-token-penalty")
+        for flags in (
+            "--custom-reward-post-process-path json.dumps",
+            "--custom-convert-samples-to-train-data-path json.dumps",
+            "--advantage-estimator gdpo --reward-key a --gdpo-reward-keys a b",
+        )
+    ),
     ("", f"{BASE} --custom-generate-function-path asyncio.sleep", "--agent-function-path",
      "--custom-generate-function-path"),
     ("", "--agent-timeout-s 3", "--agent-timeout-s", "has no effect without"),

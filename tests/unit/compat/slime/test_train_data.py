@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from slime_like.batching.turn_credit import TURNS, credit_fields
 from slime_like.compat.slime.train_data import read_train_data
 from slime_like.types import TRAIN_REWARD, Sample, SampleStatus
 
@@ -142,6 +143,30 @@ def test_other_results_and_siblings_that_differ_are_reported() -> None:
         read(data | {"rollout_ids": [0, 0]}, given()[:1])
     with pytest.raises(ValueError, match="2 entries for 1 samples; set 'rollout_ids'"):
         read(data, given()[:1])
+
+
+def test_a_record_of_turns_stays_with_its_tokens_alone() -> None:
+    """Other tokens, another place of the response or another number of sequences: no record."""
+    turns = {"summed": True, "parents": [-1], "rewards": [0.5], "spans": [[[0, 3, 0]]]}
+    samples = [replace(s, metadata={TURNS: turns, "x": 1}) for s in given()]
+
+    def recorded(data: Data) -> list[bool]:
+        found = read(data, samples)
+        assert all(s.metadata["x"] == 1 and TRAIN_REWARD in s.metadata for s in found)
+        return [TURNS in s.metadata for s in found]
+
+    data = data_of(samples)
+    data["loss_masks"][0] = [0, 0, 1]
+    assert recorded(data) == [True] * 4
+    data["tokens"][1][-1] = 6
+    data["response_lengths"][3] = 1
+    data["loss_masks"][3], data["rollout_log_probs"][3] = [1], [-0.5]
+    assert recorded(data) == [True, False, True, False]
+    data = {key: [values[0], *values] for key, values in data_of(samples).items()}
+    assert recorded(data | {"rollout_ids": [0, 0, 1, 2, 3]}) == [False, False, True, True, True]
+    found = read(data | {"rollout_ids": [0, 0, 1, 2, 3]}, samples)
+    with pytest.raises(ValueError, match=r"sample 0 does not record .* --custom-convert-samples"):
+        credit_fields(found[1:], by_turn=True, turn_penalty=0, token_penalty=0)
 
 
 def test_tokens_keep_what_was_said_of_each() -> None:
