@@ -74,6 +74,8 @@ class ServerOperations:
         self.max_adapters = max_adapters
         self.records = SampleRecords()
         self.end_model: EndModel = lambda model, reason, *, corrupted=False: None
+        # have the workers unload a model of which `end_model` does not know that they have it
+        self.unload: Callable[[RegisteredModel], object] = lambda model: None
 
     async def execute(self, requests: Sequence[Request]) -> Sequence[Result | Exception]:
         if requests[0].op == "sample":
@@ -153,12 +155,20 @@ class ServerOperations:
 
     async def _load_new(self, request: Request) -> Result:
         """Create a model from a checkpoint."""
-        await self._create(request.id, self._model(request), policy=None)
-        return await self._load(request)
+        model = self._model(request)
+        await self._create(request.id, model, policy=None)
+        try:
+            return await self._load(request)
+        except Exception:
+            self.unload(model)
+            raise
 
     async def _create(self, id: str, model: RegisteredModel, *, policy: str | None) -> None:
         command = {"op": "create", "model": model.id, "role": model.role, "lora": model.lora}
         await self.call(id, {**command, "policy": policy})
+        if model.state == "ended":  # meanwhile
+            self.unload(model)
+            raise Failed(model.reason)
 
     async def _load(self, request: Request) -> Result:
         model = self._model(request)
@@ -172,6 +182,7 @@ class ServerOperations:
             "optimizer": request.body["optimizer"],
         }
         await self.call(request.id, command)
+        self._model(request)  # it may have ended meanwhile
         model.state = "ready"
         model.incomplete = ""
         self.registry.keep(model)
@@ -301,6 +312,9 @@ class ServerOperations:
         adapter = self._exports_adapter(model)
         op = "export_adapter" if adapter else "export"
         await self.call(request.id, {"op": op, "model": model.id, "folder": str(folder)})
+        if self.registry.sessions[model.session].finished:  # meanwhile, with all its samplers
+            remove_tree(folder)
+            raise Failed(model.reason)
         sampler = Sampler(
             sampler_id,
             model.session,

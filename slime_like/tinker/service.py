@@ -109,8 +109,7 @@ class Service:
                 model.policy = self.registry.policy_for_critic(session.id)
         except Refused as error:
             request["refusal"] = str(error)
-        self._open(model)
-        return self._accept("create_model", id, 0, owner, digest, request)
+        return self._accept_new("create_model", model, digest, request)
 
     def _new_model(
         self, id: str, session: str, owner: str, user_metadata: dict[str, object] | None
@@ -124,9 +123,18 @@ class Service:
             id, session, owner, base, "policy", now, now, next_seq=0, user_metadata=user_metadata
         )
 
-    def _open(self, model: RegisteredModel) -> None:
+    def _accept_new(
+        self, op: str, model: RegisteredModel, digest: str, request: dict[str, object]
+    ) -> dict[str, object]:
+        """Register a model and accept the request that creates it, both or neither."""
         self.registry.keep(model)
         self._open_queue(model)
+        try:
+            return self._accept(op, model.id, 0, model.owner, digest, request)
+        except HttpError:
+            self.registry.forget(model)
+            self.dispatcher.queues.pop(model.id)
+            raise
 
     def _open_queue(self, model: RegisteredModel) -> None:
         session = self.registry.sessions.get(model.session)
@@ -178,8 +186,7 @@ class Service:
                 model.policy = self.registry.policy_for_critic(session.id)
         except Refused as error:
             request["refusal"] = str(error)
-        self._open(model)
-        return self._accept("load_new", id, 0, owner, digest, request)
+        return self._accept_new("load_new", model, digest, request)
 
     def unload_model(self, body: schemas.ModelRequest, owner: str) -> dict[str, object]:
         """End a model; its memory is free when the future is done."""

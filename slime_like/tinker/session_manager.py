@@ -42,6 +42,7 @@ class SessionManager:
         self.dispatcher = dispatcher
         self.operations = operations
         operations.end_model = self.end_model
+        operations.unload = self._unload
         dispatcher.queue(HOUSEKEEPING, next_seq=None)
         self._housekeeping = 0
         self.keys: Callable[[], int] = lambda: 1  # number of API keys
@@ -172,8 +173,12 @@ class SessionManager:
 
     def workers_connected(self, hello: codec.Message) -> None:
         """Handle new workers: models that they do not have are lost, except those still to be
-        created."""
-        self._lose_models("the workers were restarted", kept=hello["facts"]["models"])
+        created. Those that ended while an earlier API process had them created are unloaded."""
+        held = hello["facts"]["models"]
+        self._lose_models("the workers were restarted", kept=held)
+        for model in [m for m in self.registry.models.values() if m.id in held]:
+            if model.state == "ended":
+                self._unload(model)
 
     def workers_ended(self, reason: str) -> None:
         self._lose_models(f"the workers have ended ({reason})")
