@@ -182,6 +182,7 @@ def check_forward_backward(
                 f"{who}: the batch has more than {limits.max_tokens} tokens "
                 "(--max-request-tokens); split it"
             )
+    check_widths(tokens, tensors, who, limits)
     custom = {}
     if loss.graph is not None:
         for name, _ in loss.graph.data_inputs:
@@ -196,6 +197,21 @@ def check_forward_backward(
         fields["ref_log_probs"] = fields["old_log_probs"]
     forward_only = bool(request.forward_only)
     return ForwardBackwardInput(loss, forward_only, tokens, fields, custom, sets, images)
+
+
+def check_widths(
+    tokens: Sequence[Array], tensors: Sequence[dict[str, Array]], who: str, limits: DataLimits
+) -> None:
+    """Refuse label sets that are large only once they are padded; see `pad_to_widest`."""
+    targets = [datum["target_tokens"] for datum in tensors if "target_tokens" in datum]
+    widest = max((each.shape[1] for each in targets if each.ndim == 2), default=1)
+    rows = sum(int(each.size) for each in tokens)
+    if rows * widest > limits.max_tokens:
+        raise Refused(
+            f"{who}: {rows} tokens with the {widest} targets of the widest datum are more than "
+            f"{limits.max_tokens} (--max-request-tokens); send datums with similar numbers of "
+            "targets together"
+        )
 
 
 def add_replays(

@@ -413,14 +413,26 @@ def _check_texts(values: Sequence[Any]) -> None:
 
 def _elements_of_call(function: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> int:
     """Upper bound of a call's elements, from its run on tensors without storage."""
+    least = _broadcast_elements([*args, *kwargs.values()])
     by_mask = function is _getitem and _is_mask(args[1])
     if by_mask or function in (torch.masked_select, torch.Tensor.masked_select):
         # their sizes depend on values; a mask selects at most all
-        return _elements([args[0], args[1]])
+        return max(least, _elements([args[0], args[1]]))
     with torch.device("meta"), torch.no_grad():
         shapes = [_without_storage(value) for value in args]
         named = {key: _without_storage(value) for key, value in kwargs.items()}
-        return _elements(function(*shapes, **named))
+        return max(least, _elements(function(*shapes, **named)))
+
+
+def _broadcast_elements(values: Sequence[Any]) -> int:
+    """Elements that a call may make before it reduces them, as mse_loss of [N, 1] and [N] does:
+    those of the common shape of the tensors; 0 if they have none, or one of them has it already."""
+    shapes = [value.shape for value in values if isinstance(value, torch.Tensor)]
+    try:
+        elements = math.prod(torch.broadcast_shapes(*shapes))
+    except RuntimeError:
+        return 0
+    return elements if elements > max(map(math.prod, shapes), default=1) else 0
 
 
 def _without_storage(value: Any) -> Any:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 from arguments.schema import ServerConfig
 from slime_like.tinker import codec, schemas
@@ -51,11 +51,8 @@ class SessionManager:
 
     def create_session(self, body: schemas.CreateSession, owner: str) -> dict[str, object]:
         self.end_silent_sessions()
-        self.make_room(
-            self.sessions_quota,
-            owner,
-            lambda: [s.owner for s in self.registry.sessions.values() if not s.finished],
-        )
+        sessions = [s for s in self.registry.sessions.values() if not s.finished]
+        self.make_room(self.sessions_quota, owner, [(s.id, s.owner) for s in sessions])
         session = self.registry.new_session(
             owner,
             user_metadata=body.user_metadata,
@@ -65,31 +62,42 @@ class SessionManager:
         log.info("session %s of %s: created", session.id, owner)
         return {"session_id": session.id, "type": "create_session"}
 
-    def make_room(self, quota: Quota, owner: str, owners: Callable[[], list[str]]) -> None:
+    def make_room(self, quota: Quota, owner: str, held: Sequence[tuple[str, str]]) -> None:
         """Make room for another model or session of `owner`, by ending silent sessions if
-        necessary.
+        necessary: the longest silent first, and none whose end does not help.
 
         Args:
-            owners: Returns the owners of the existing ones.
+            held: Session and owner of each existing one.
 
         Raises:
-            HttpError: 403 if there is no room.
+            HttpError: 403 if there is no room; then none was ended.
         """
+
+        def refusal(without: Collection[str]) -> str | None:
+            owners = [each for session, each in held if session not in without]
+            return quota.refusal(owners, owner, several=self.keys() > 1)
+
+        reason = refusal(())
+        if reason is None:
+            return
         now = time.time()
         sessions = self.registry.sessions.values()
         silent = [s for s in sessions if not s.finished and now - s.seen > SILENT_S]
         silent.sort(key=lambda s: s.seen)
-        while (reason := quota.refusal(owners(), owner, several=self.keys() > 1)) is not None:
-            if not silent:
-                raise HttpError(403, f"{reason}; close another session, or wait for one to end")
-            oldest = silent.pop(0)
-            self.finish_session(oldest.id, oldest.owner, "silent, to make room for another")
+        ending = [s.id for s in silent]
+        if refusal(ending) is not None:
+            raise HttpError(403, f"{reason}; close another session, or wait for one to end")
+        for session in reversed(silent):
+            others = [id for id in ending if id != session.id]
+            if refusal(others) is None:
+                ending = others
+        for session in [s for s in silent if s.id in ending]:
+            self.finish_session(session.id, session.owner, "silent, to make room for another")
 
     def make_room_for_model(self, owner: str) -> None:
         """Make room for another model. Raises HttpError 403 if there is none."""
-        self.make_room(
-            self.models_quota, owner, lambda: [m.owner for m in self.registry.live_models()]
-        )
+        models = self.registry.live_models()
+        self.make_room(self.models_quota, owner, [(m.session, m.owner) for m in models])
 
     def check_room_for_loss(self, session: str) -> None:
         """Raise Refused if a session has too many custom losses."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from tinker import types
 from slime_like.tinker import proto
 from slime_like.tinker.data import DataLimits, check_forward_backward
 from slime_like.tinker.errors import Refused
+from slime_like.tinker.loss_graph import LossGraph
 from slime_like.tinker.losses import served_loss
 from slime_like.tinker.schemas import AdamParams
 
@@ -114,6 +116,27 @@ def test_shapes_that_are_refused() -> None:
         else:
             with pytest.raises(Refused, match=words):
                 checked(message)
+
+
+@pytest.mark.parametrize("loss", ["cross_entropy", "custom"])
+def test_labels_are_counted_as_they_are_padded(loss: str) -> None:
+    """One datum with many targets and others with many tokens are small, but not together."""
+    graph = LossGraph("l", (("logprobs", 2),), ())
+    message = request(torch.ones(1, 50).long(), torch.ones(1, 50), length=1)
+    long = request(torch.ones(5, 1).long(), torch.ones(5, 1), length=5)
+    if loss == "custom":
+        for each in (message, long):
+            del each.data[0].loss_fn_inputs["weights"]
+        message.loss_fn = loss
+        message.loss_fn_config_v2["loss_id"].text = "l"
+    both = proto.ForwardBackwardRequest.FromString(message.SerializeToString())
+    both.data.extend(long.data)
+    check = partial(
+        check_forward_backward, role="policy", limits=LIMITS, find_graph=lambda id: graph
+    )
+    assert check(message).fields["label_sets"][0].shape == (1, 50)
+    with pytest.raises(Refused, match="6 tokens with the 50 targets of the widest datum"):
+        check(both)
 
 
 def test_weights_that_some_datums_lack_are_1() -> None:

@@ -244,6 +244,34 @@ def test_the_work_of_a_request_is_bounded(monkeypatch: pytest.MonkeyPatch) -> No
         evaluate(graph, torch.zeros(11), [], work)
 
 
+@pytest.mark.filterwarnings("ignore:Using a target size", "ignore:reduction")
+@pytest.mark.parametrize(
+    "reduction",
+    [
+        *(
+            call(f"torch.nn.functional.{name}", ref("column"), L)
+            for name in ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div")
+        ),
+        call("torch.cosine_similarity", ref("column"), L),
+        call("torch.masked_select", ref("column"), ref("mask")),
+    ],
+)
+def test_what_a_call_broadcasts_is_bounded(
+    reduction: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the result is small."""
+    graph = graph_of(
+        node("call_method", "column", "unsqueeze", L, 1),
+        node("call_function", "mask", "operator.lt", L, 1.0),
+        reduction,
+    )
+    monkeypatch.setattr(loss_graph, "MAX_ELEMENTS", 49)
+    evaluate(graph, torch.zeros(7), [], Work())
+    monkeypatch.setattr(loss_graph, "MAX_ELEMENTS", 48)
+    with pytest.raises(Refused, match="49 elements, at most 48"):
+        evaluate(graph, torch.zeros(7), [], Work())
+
+
 def test_a_loss_that_is_no_scalar() -> None:
     graph = graph_of(
         node("call_method", "x", "exp", L),

@@ -13,7 +13,7 @@ import pytest
 from arguments.rules.server import valid_keys
 from slime_like.tinker.access import KeyRing
 from slime_like.tinker.errors import Failed
-from slime_like.tinker.model_registry import ModelRegistry
+from slime_like.tinker.model_registry import ModelRegistry, Quota
 from tests.api_in_process import Api
 
 FIRST, SECOND, OPERATOR = "tml-first-key-000", "tml-second-key-00", "tml-operator-key"
@@ -110,6 +110,39 @@ def test_an_operator_sees_who_holds_what_and_others_do_not(tmp_path: Path) -> No
     assert api.get("operator/sessions", **{"X-API-Key": OPERATOR}).json()["sessions"] == []
     gone = api.get("samplers/session-of-another:sample:0", **{"X-API-Key": SECOND})
     assert gone.status_code == 404 and "make room" not in gone.text
+    api.close()
+
+
+def test_room_is_made_by_silent_sessions_that_hold_it(tmp_path: Path) -> None:
+    """And by no other: not by those of other keys where the limit is of one key, nor by those
+    without models where it is of models."""
+    path = tmp_path / "keys"
+    path.write_text(f"{FIRST}\n{SECOND}\n")
+    path.chmod(0o600)
+    api = Api(tmp_path / "server", keys=KeyRing(str(path), valid_keys))
+    manager, sessions = api.service.sessions, api.service.registry.sessions
+    manager.keys = lambda: 2
+    manager.sessions_quota = Quota("sessions", 64, 2)
+
+    def create(key: str) -> str:
+        return str(api.post("create_session", {}, **{"X-API-Key": key})["session_id"])
+
+    other, first, second = create(SECOND), create(FIRST), create(FIRST)
+    sessions[other].seen -= 80
+    refused = api.send("create_session", b"{}", {"X-API-Key": FIRST})
+    assert refused.status_code == 403 and "--max-sessions-per-key" in refused.text
+    assert not sessions[other].finished, "the room that it would make is not for this key"
+    sessions[second].seen -= 70
+    third = create(FIRST)
+    ended = {id for id, session in sessions.items() if session.finished}
+    assert ended == {second}
+    manager.models_quota = Quota("models", 1, 1)
+    for number, session in enumerate((first, third)):
+        body = {"session_id": session, "model_seq_id": 0, "base_model": "m"}
+        api.post("create_model", body, **{"X-API-Key": FIRST})
+        sessions[first].seen -= 70
+        assert sessions[first].finished == bool(number)
+    assert not sessions[other].finished, "it is silent for longer, without a model"
     api.close()
 
 
