@@ -24,6 +24,7 @@ from slime_like.config import GREEDY_OR_TEMPERATURE
 from slime_like.images.encoded import EncodedImage
 
 FinishReason = Literal["stop", "length", "abort"]
+ABORT_AGAIN_S = 2.0  # an abort that overtook its request on the way to the server found nothing
 # tokens, digests of images, adapter
 PromptKey: TypeAlias = tuple[tuple[int, ...], tuple[str, ...], str]
 

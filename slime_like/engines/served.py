@@ -188,14 +188,24 @@ class ServedEngine(RolloutEngine):
             return False
         if not self.takes_adapter:  # servers check the names and shapes of an adapter
             compare_with_checkpoint(sent.shapes, self._hf_checkpoint)
+        evictions = {worker: worker.evictions for worker in sent.workers}
         workers = check_versions(self.pool, sent.workers, version)
         if first or self._check_updates:
             check_equal_weights(self.pool, workers)
         if not self._paused:  # otherwise the caller resumes
             self._resume_servers()
         self.pool.version = version
+        refusals = dict[Worker, str]()
         for worker in workers:
-            self.pool.has_weights(worker, version)
+            try:
+                self.pool.has_weights(worker, version, evictions[worker])
+            except RunError as refusal:
+                if worker.evictions == evictions[worker]:  # it was not lost meanwhile
+                    refusals[worker] = str(refusal)
+        if refusals and refusals.keys() >= set(self.pool.ready()):
+            raise RunError("; ".join(refusals.values()))  # it is the router that fails
+        for worker, reason in refusals.items():
+            self.pool.evict(worker, reason)
         self._metrics |= {
             "engine/weight_update_gb": sent.nbytes / 1e9,
             "engine/weight_update_gb_per_s": sent.nbytes / 1e9 / sent.seconds,
@@ -298,9 +308,7 @@ class ServedEngine(RolloutEngine):
             return False
         deadline = time.monotonic() + self.pool.health.start_s
         while (
-            not self.pool.alive()
-            and any(w.process is not None or w.returning for w in self.pool.workers)
-            and time.monotonic() < deadline
+            not self.pool.alive() and self.pool.may_answer_again() and time.monotonic() < deadline
         ):
             time.sleep(POLL_S)
         alive = self.pool.alive()
@@ -316,8 +324,9 @@ class ServedEngine(RolloutEngine):
         metrics = dict(self._metrics)
         if self.pool is None or self._requests is None:
             return metrics
-        counts = self._requests.counts
-        self._requests.counts = Counter()
+        # requests that are under way go on counting in the same object
+        counts = Counter(self._requests.counts)
+        self._requests.counts.clear()
         metrics |= {f"engine/{name}": float(value) for name, value in counts.items()}
         for name in ("retries", "dropped", "rejected"):
             metrics.setdefault(f"engine/{name}", 0.0)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from slime_like.engines.base import (
+    ABORT_AGAIN_S,
     GenerateOutput,
     GenerateRequest,
     GenerationClient,
@@ -18,9 +19,6 @@ from slime_like.rollout.unfinished import Unfinished
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-ABORT_AGAIN_S = 2.0  # an abort that overtook its request on the way to the server found nothing
 
 
 class PausableRequests:

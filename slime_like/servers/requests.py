@@ -14,7 +14,12 @@ from dataclasses import dataclass, field, replace
 import httpx
 
 from slime_like.checked_json import InvalidResponse, WrongWeightVersion
-from slime_like.engines.base import GenerateOutput, GenerateRequest, SamplingParams
+from slime_like.engines.base import (
+    ABORT_AGAIN_S,
+    GenerateOutput,
+    GenerateRequest,
+    SamplingParams,
+)
 from slime_like.images.processor import ImageProcessor
 from slime_like.servers.http import (
     CONTROL_S,
@@ -83,6 +88,9 @@ class ServerRequests:
         self._slots = asyncio.Semaphore(1)
         self._pending: dict[str, int] = {}  # request id -> sample id
         self._abort_requested: set[str] = set()
+        # where each request is that is under way; None: behind the router
+        self._servers: dict[str, Worker | None] = {}
+        self._aborting: asyncio.Task[None] | None = None
 
     def new_id(self, what: object) -> str:
         """A unique request id."""
@@ -122,6 +130,17 @@ class ServerRequests:
             if sample_ids is None or sample_id in sample_ids
         ]
         self._abort_requested.update(rids)
+        await self._send_aborts(rids)
+        if self._abort_requested and (self._aborting is None or self._aborting.done()):
+            self._aborting = asyncio.create_task(self._abort_again())
+
+    async def _abort_again(self) -> None:
+        """Until no aborted request is left."""
+        while self._abort_requested:
+            await asyncio.sleep(ABORT_AGAIN_S)
+            await self._send_aborts(self._abort_requested & self._servers.keys())
+
+    async def _send_aborts(self, rids: Collection[str]) -> None:
         client = self._loop_client()
 
         async def send_abort(worker: Worker, rid: str) -> None:
@@ -131,8 +150,14 @@ class ServerRequests:
             except RequestFailed as failure:  # a dead server has aborted it already
                 self.counts[f"abort_{failure.kind}"] += 1
 
+        alive = self._pool.alive()
+        found = [(rid, self._servers.get(rid)) for rid in rids]
         await asyncio.gather(
-            *(send_abort(worker, rid) for worker in self._pool.alive() for rid in rids)
+            *(
+                send_abort(worker, rid)
+                for rid, server in found
+                for worker in (alive if server is None else [server])
+            )
         )
 
     async def _generate(
@@ -181,7 +206,10 @@ class ServerRequests:
         """One attempt. A server that responds with an impossible weight version, or lacks the
         adapter, is evicted until it has the current weights. Raises RequestFailed, InvalidResponse,
         RefusedByServer."""
-        url, worker = await self._target(avoid)
+        target = await self._target(avoid, rid)
+        if target is None:
+            return GenerateOutput(request.sample_id, (), (), "abort", ())
+        url, worker = target
         oldest = self._pool.version
         evictions = 0 if worker is None else worker.evictions
         api = self._pool.api
@@ -193,6 +221,7 @@ class ServerRequests:
             if adapter is not None:
                 oldest = adapter.version
                 body = api.with_adapter(body, adapter.name)
+            self._servers[rid] = worker
             try:
                 answer = await self._post(client, url, worker, body, limit, avoid)
             except RequestFailed as failure:
@@ -200,6 +229,8 @@ class ServerRequests:
                     raise
                 await self._report_lacking(adapter, worker, evictions, str(failure))
                 raise RequestFailed("no_adapter", str(failure), retryable=True) from None
+            finally:
+                del self._servers[rid]
         versions = {v for v in self.sent if v >= oldest}
         legal = Legal(self._vocab_size, versions, self._routed_experts, self._indexer_topk)
         try:
@@ -220,6 +251,9 @@ class ServerRequests:
             raise WrongWeightVersion(f"{url}: {error}") from None
         except InvalidResponse as error:
             raise type(error)(f"{url}: {error}") from None
+        except RefusedByServer:
+            avoid.add(url)
+            raise
 
     async def _report_lacking(
         self, adapter: ServedAdapter, worker: Worker | None, evictions: int, reason: str
@@ -277,10 +311,11 @@ class ServerRequests:
                 with self._pool.lock:
                     worker.in_flight.discard(task)
 
-    async def _target(self, avoid: set[str]) -> tuple[str, Worker | None]:
+    async def _target(self, avoid: set[str], rid: str) -> tuple[str, Worker | None] | None:
         """Where to send a request: the router, or the server with the fewest requests in flight.
-        Waits while a server may still recover. A request that failed at the router is sent to a
-        server directly: the router may be down, or wrongly consider servers dead."""
+        Waits while a server may still recover; None if the request is aborted meanwhile. A request
+        that failed at the router is sent to a server directly: the router may be down, or wrongly
+        consider servers dead."""
         deadline = time.monotonic() + self._settings.deadlines.total_s
         while self.updating or not (ready := self._pool.ready()):
             if not (self.updating or self._pool.may_recover()) or time.monotonic() > deadline:
@@ -288,6 +323,8 @@ class ServerRequests:
                     "no_engine", "no engine with the current weights is left", retryable=False
                 )
             await asyncio.sleep(POLL_S)
+            if rid in self._abort_requested:
+                return None
         router = self._pool.router
         if router is not None and router.url not in avoid and not self.bypasses_router:
             return router.url, None
@@ -307,6 +344,9 @@ class ServerRequests:
     async def leave_loop(self) -> None:
         """As `RolloutEngine.leave_loop`."""
         if self._client is not None and self._loop is asyncio.get_running_loop():
+            if self._aborting is not None:
+                self._aborting.cancel()
+                self._aborting = None
             await self._client.aclose()
             self._client = None
 

@@ -42,9 +42,12 @@ class Worker:
     version: int | None = None
     failed_probes: int = 0  # consecutive ones
     restarts: int = 0
+    # time.monotonic() by which a restarted server must answer; None: it has answered
+    answer_by: float | None = None
     evictions: int = 0
     num_wrong_versions: int = 0  # evictions for an impossible weight version
-    returning: bool = False  # evicted for that reason; it gets the weights at the next probe
+    # evicted for that reason, or could not be given the weights; it gets them at the next probe
+    returning: bool = False
     # tasks of requests sent to it directly
     in_flight: set[asyncio.Task[bytes]] = field(default_factory=set)
 
@@ -94,8 +97,8 @@ class ServerPool:
         # the adapter of new requests; None: they are served with the servers' own weights
         self.adapter: ServedAdapter | None = None
         self.adapters_in_use: Counter[ServedAdapter] = Counter()  # requests of each, none at zero
-        # Sends one server the latest weights and returns their version, None on failure; None: only
-        # the next update of all servers can
+        # Sends one server the latest weights and returns their version, None if there are none yet;
+        # raises RunError. None: only the next update of all servers can
         self.restore: Callable[[Worker], int | None] | None = None
         self.connect_s = connect_s
         self._control = ControlClient(connect_s)
@@ -185,16 +188,20 @@ class ServerPool:
 
     def may_recover(self) -> bool:
         """Whether a server without the current weights can get them before the next update."""
+        return self.restore is not None and self.may_answer_again()
+
+    def may_answer_again(self) -> bool:
+        """Whether a server that is out may return by itself."""
         with self.lock:
             returning = any(worker.returning for worker in self.workers)
-        return self.restore is not None and (returning or self.can_restart_any())
+        return returning or self.can_restart_any()
 
     def can_restart_any(self) -> bool:
-        """Whether an evicted server may be restarted."""
+        """Whether an evicted server may be restarted, or is starting."""
         with self.lock:
             return any(
                 w.process is not None
-                and w.restarts <= MAX_RESTARTS
+                and (w.restarts < MAX_RESTARTS or w.process.exit_status is None)
                 and w.num_wrong_versions < MAX_WRONG_VERSIONS
                 for w in self.workers
             )
@@ -255,9 +262,13 @@ class ServerPool:
             f"{worker.url}/health", self.health.timeout_s if timeout_s is None else timeout_s
         )
 
-    def has_weights(self, worker: Worker, version: int) -> None:
-        """Mark the server as holding `version`, so that it gets requests."""
+    def has_weights(self, worker: Worker, version: int, evictions: int) -> None:
+        """Mark the server as holding `version`, so that it gets requests. evictions: its count when
+        the weights were sent; a server that was evicted since then is left as it is. Raises
+        RunError if the router does not take it."""
         with self.lock:
+            if not worker.alive or worker.evictions != evictions:
+                return
             worker.version = version
             worker.returning = False
         if self.router is not None:
@@ -267,15 +278,26 @@ class ServerPool:
         """Evict a server: its requests are retried elsewhere. A server that we started is
         restarted."""
         with self.lock:
-            if not worker.alive and worker.version is None:
-                return
-            worker.alive = False
-            worker.version = None
-            worker.failed_probes = 0
-            worker.evictions += 1
-            for task in worker.in_flight:
-                with contextlib.suppress(RuntimeError):  # its event loop has ended
-                    task.get_loop().call_soon_threadsafe(task.cancel, "evicted")
+            evicted = self._mark_evicted(worker)
+        if evicted:
+            self._after_eviction(worker, reason)
+
+    def _mark_evicted(self, worker: Worker) -> bool:
+        """Under the lock; whether it was not out before."""
+        if not worker.alive and worker.version is None:
+            return False
+        worker.alive = False
+        worker.version = None
+        worker.returning = False
+        worker.failed_probes = 0
+        worker.evictions += 1
+        for task in worker.in_flight:
+            with contextlib.suppress(RuntimeError):  # its event loop has ended
+                task.get_loop().call_soon_threadsafe(task.cancel, "evicted")
+        return True
+
+    def _after_eviction(self, worker: Worker, reason: str) -> None:
+        """Without the lock, because the router may take a minute."""
         logger.warning(f"the engine {worker.url} is out: {reason}")
         if self.router is not None:
             self.router.remove(worker.url)
@@ -286,16 +308,13 @@ class ServerPool:
         request was sent; if it has grown since, the response predates that eviction and is
         ignored."""
         with self.lock:
-            if worker.evictions != evictions:
+            if worker.evictions != evictions or not self._mark_evicted(worker):
                 return
             worker.num_wrong_versions += 1
-            worker.returning = worker.num_wrong_versions < MAX_WRONG_VERSIONS
-            suffix = (
-                ""
-                if worker.returning
-                else f"; after {worker.num_wrong_versions} times it stays out"
-            )
-            self.evict(worker, reason + suffix)
+            times = worker.num_wrong_versions
+            worker.returning = times < MAX_WRONG_VERSIONS
+        suffix = "" if times < MAX_WRONG_VERSIONS else f"; after {times} times it stays out"
+        self._after_eviction(worker, reason + suffix)
         self._wake.set()
 
     def close(self) -> None:
@@ -370,25 +389,32 @@ class ServerPool:
             return
         if self.is_healthy(worker):
             worker.failed_probes = 0
-            if not worker.alive and worker.num_wrong_versions < MAX_WRONG_VERSIONS:
+            worker.answer_by = None
+            out = not worker.alive or worker.returning
+            if out and worker.num_wrong_versions < MAX_WRONG_VERSIONS:
                 self._readmit(worker)
             return
         worker.failed_probes += 1
-        if worker.alive and worker.failed_probes >= self.health.failed_probes:
+        hangs = worker.failed_probes >= self.health.failed_probes
+        if worker.alive and hangs:
             self.evict(
                 worker,
                 f"{self.health.failed_probes} consecutive health probes failed "
                 f"(timeout {self.health.timeout_s:g} s)",
             )
-            if worker.process is not None:
-                worker.process.end()
-                self._restart(worker)
+        if worker.answer_by is not None:  # it is still starting
+            hangs = time.monotonic() > worker.answer_by
+        if worker.process is not None and hangs:  # also if it was evicted for another reason
+            worker.process.end()
+            self._restart(worker)
 
     def _restart(self, worker: Worker) -> None:
         assert worker.process is not None
         if worker.restarts >= MAX_RESTARTS or self._stop.is_set():
             return
         worker.restarts += 1
+        worker.failed_probes = 0
+        worker.answer_by = time.monotonic() + self.health.start_s
         logger.warning(f"engine {worker.url} is restarted ({worker.restarts} of {MAX_RESTARTS})")
         worker.process = worker.process.restart()
 
@@ -397,11 +423,19 @@ class ServerPool:
         requests."""
         with self.lock:
             worker.alive = True
-        version = None if self.restore is None else self.restore(worker)
+            evictions = worker.evictions
+        try:
+            version = None if self.restore is None else self.restore(worker)
+        except RunError as failure:
+            # alive, so that an update reaches it; until then each probe tries again
+            worker.returning = True
+            logger.warning(str(failure))
+            return
         if version is not None:
             logger.info(f"the engine {worker.url} is back, with weights of version {version}")
-            self.has_weights(worker, version)
+            self.has_weights(worker, version, evictions)
         else:
+            worker.returning = False
             logger.info(f"the engine {worker.url} answers, and gets requests after the next update")
 
 

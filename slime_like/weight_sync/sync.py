@@ -58,8 +58,9 @@ class WeightSync:
                     "attempts"
                 )
             if self._check is not None and (self._check_always or not self._checked_once):
-                self._metrics |= self._check.run(version)
-                self._checked_once = True
+                checked = self._check.run(version)
+                self._metrics |= checked
+                self._checked_once = bool(checked)  # empty: no server answered
 
     def take_metrics(self) -> dict[str, float]:
         """Of updates and checks since the last call."""

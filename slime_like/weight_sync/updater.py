@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from dataclasses import dataclass
@@ -17,8 +16,6 @@ from slime_like.weight_sync.senders import SendingRanks
 from slime_like.weight_sync.servers import Servers, UpdateIncomplete
 from slime_like.weight_sync.settings import UpdateSettings
 from slime_like.weight_sync.transports.base import WeightTransport, weight_transports
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +81,8 @@ class WeightUpdater:
 
     def restore(self, worker: Worker) -> int | None:
         """Send the latest weights to a server that returned; called in the health-check thread.
-        Returns their version, or None if only the next update can."""
+        Returns their version, or None if only the next update can. Raises RunError if that
+        fails."""
         with self._one_at_a_time:
             version = self.transport.latest
             evictions = worker.evictions
@@ -99,14 +97,14 @@ class WeightUpdater:
                 # it may have been evicted while paused
                 pool.post(worker, pool.api.resume, timeout_s=CONTROL_S)
             except (RequestFailed, UpdateIncomplete, RunError) as failure:
-                logger.warning(f"the engine {worker.url} did not get the weights: {failure}")
-                return None
+                raise RunError(
+                    f"the engine {worker.url} did not get the weights: {failure}"
+                ) from None
             if reported != str(version):
-                logger.warning(
+                raise RunError(
                     f"the engine {worker.url} reports weight version {shown(reported)} "
                     f"after an update to {version}"
                 )
-                return None
             self._holders.append((worker, evictions))
             return version
 

@@ -32,13 +32,19 @@ class Backend:
 
 
 class Check:
+    def __init__(self, lost: int = 0) -> None:
+        self.lost = lost  # checks that no server answers
+
     def run(self, version: int) -> dict[str, float]:
+        if self.lost:
+            self.lost -= 1
+            return {}
         return {"engine/weight_check_log_prob_diff": version / 100}
 
 
-def sync_of(engine: Engine, *, always: bool) -> WeightSync:
+def sync_of(engine: Engine, *, always: bool, lost: int = 0) -> WeightSync:
     backend: Any = Backend()
-    check: Any = Check()
+    check: Any = Check(lost)
     return WeightSync(backend, engine, Progress(10, show=False), check=check, check_always=always)
 
 
@@ -61,6 +67,15 @@ def test_every_update_may_be_checked() -> None:
     for version in (1, 2):
         sync.sync(version)
         assert sync.take_metrics()["engine/weight_check_log_prob_diff"] == version / 100
+
+
+def test_a_check_that_no_server_answered_is_made_again() -> None:
+    sync = sync_of(Engine(failures=0), always=False, lost=1)
+    checked = []
+    for version in (1, 2, 3):
+        sync.sync(version)
+        checked.append("engine/weight_check_log_prob_diff" in sync.take_metrics())
+    assert checked == [False, True, False]
 
 
 def test_an_update_that_never_arrives_ends_the_run() -> None:
