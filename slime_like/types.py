@@ -31,6 +31,9 @@ NOT_SAMPLED = -1  # weight version of a token that the policy did not generate (
 # metadata key of ReMax's greedy baseline; in the metadata, so that recorded rollouts keep it
 GREEDY_REWARD = "greedy_reward"
 REWARD_DETAILS = "reward_details"
+# metadata key of the sum of the rewards of an agent's answers, if the run's reward function decides
+# the rest: grading adds it to what that says
+ANSWER_REWARDS = "sum_of_answer_rewards"
 # metadata key of the reward that --custom-convert-samples-to-train-data-path put in place
 TRAIN_REWARD = "train_reward"
 # metadata key of the context from which data/prompt_format.py builds the teacher's prompt

@@ -14,7 +14,7 @@ from slime_like.agents.messages import for_record
 from slime_like.agents.sessions import Session
 from slime_like.agents.task import Task
 from slime_like.agents.tree import Branch, SessionTree
-from slime_like.batching.turn_credit import NUMBERS, SUMMED, TURNS
+from slime_like.batching.turn_credit import NUMBERS, SUMMED, record_of
 from slime_like.distributed.collectives import gather
 from slime_like.rewards.limit import beyond_limit
 from slime_like.rollout.episode import mark_aborted
@@ -135,9 +135,9 @@ def _returns(samples: Sequence[Sample]) -> list[tuple[float, float]]:
     for sample in samples:
         if sample.reward is None or not math.isfinite(sample.reward):
             continue
-        record = sample.metadata.get(TURNS)
+        record = record_of(sample)
         of_turns = 0.0
-        if isinstance(record, Mapping) and not record.get(SUMMED):
+        if record is not None and not record[SUMMED]:
             of_turns = sum(record["rewards"])
         returns.append((sample.reward + of_turns, sample.reward))
     return returns

@@ -30,7 +30,7 @@ from slime_like.batching.turn_credit import TURNS
 from slime_like.data.agent_prompts import question_of, row_messages
 from slime_like.rollout.episode import CustomGenerate, LoopRunner, Model, mark_aborted
 from slime_like.text import both_ends
-from slime_like.types import Sample
+from slime_like.types import ANSWER_REWARDS, Sample
 
 logger = logging.getLogger(__name__)
 CHARACTERS_PER_TOKEN = 16  # no text has so many on average: English has 4, indented code up to 10
@@ -252,8 +252,12 @@ class AgentGenerate(CustomGenerate):
             task.metadata[TURNS] = answers_of(session.tree, branches, summed=not by_turn)
         rewards = [turn.reward for turn in session.tree.turns]
         if not by_turn and reason is None and any(rewards):
-            reward = sum(rewards) + (reward or 0.0)
-            reason = bad_reward(reward, self._limits.reward)
+            total = sum(rewards) + (reward or 0.0)
+            reason = bad_reward(total, self._limits.reward)
+            if reward is None:
+                task.metadata[ANSWER_REWARDS] = total
+            else:
+                reward = total
         return sample_of(sample, task, session, branches, reward, reason)
 
     async def _outcome(self, task: Task, engine: PausableEngine | None) -> tuple[Any, str | None]:

@@ -49,12 +49,13 @@ def outcome_readers(config: RunConfig) -> list[OutcomeReader]:
         readers.append(lambda samples: {"parts": reward_parts(keys, weights, reward_key, samples)})
     estimator = advantage_estimators.get(algorithm.advantage_estimator)
     by_turn = isinstance(estimator, TurnEstimator)
-    by_token = follows_tokens(estimator)
-    turn = config.agents.agent_turn_penalty
-    token = config.agents.agent_token_penalty
-    if by_turn or by_token or turn or token:
+    # recordings, and samples that wait since before a restart, may be another estimator's
+    is_recorded = config.debug.load_debug_rollout_data is not None
+    if by_turn or follows_tokens(estimator) or config.agents.given or is_recorded:
         from slime_like.batching.turn_credit import credit_fields
 
-        reader = partial(credit_fields, by_turn=by_turn, by_token=by_token)
+        turn = config.agents.agent_turn_penalty
+        token = config.agents.agent_token_penalty
+        reader = partial(credit_fields, by_turn=by_turn)
         readers.append(partial(reader, turn_penalty=turn, token_penalty=token))
     return [partial(within, read, config.reward.max_abs_reward) for read in readers]

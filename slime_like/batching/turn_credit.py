@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -32,28 +32,25 @@ def credit_fields(
     by_turn: bool,
     turn_penalty: float,
     token_penalty: float,
-    by_token: bool = False,
 ) -> OutcomeFields:
     """Agent-specific fields of `Outcomes`. Collective.
 
     Args:
         samples: The first sequence of each episode, on the rank that generated it.
-        by_turn: Include the turns of each episode, for an estimator that credits turns separately
-            from the episode.
+        by_turn: Every episode needs its turns: the estimator credits them separately from the
+            episode. Others see the episode's reward with the turn rewards included.
         turn_penalty, token_penalty: Penalty per turn and per token.
-        by_token: Include the turns of episodes that recorded them, for a per-token estimator that
-            sees the episode's reward with the turn rewards included.
 
     Raises:
         ValueError: On all ranks, with `by_turn`, for an episode that has no record of its turns.
     """
     local = {
-        i: (s.metadata.get(TURNS) if by_turn or by_token else None, s.metadata.get(NUMBERS))
+        i: (record_of(s), s.metadata.get(NUMBERS))
         for i, s in enumerate(samples)
         if isinstance(s, Sample)
     }
     local = {i: pair for i, pair in local.items() if pair != (None, None)}
-    by_index: dict[int, tuple[object, object]] = {}
+    by_index: dict[int, tuple[Mapping[str, Any] | None, object]] = {}
     for rank_records in gather(local):
         by_index |= rank_records
     ordered = [by_index.get(i, (None, None)) for i in range(len(samples))]
@@ -66,7 +63,7 @@ def credit_fields(
     costs = [_cost(numbers, turn_penalty, token_penalty) for _, numbers in ordered]
     for i, (record, _) in enumerate(ordered):
         # recorded for the other kind of estimator
-        if isinstance(record, Mapping) and bool(record.get(SUMMED)) == by_turn:
+        if record is not None and bool(record[SUMMED]) == by_turn:
             costs[i] += sum(record["rewards"]) if by_turn else -sum(record["rewards"])
     if any(costs):
         fields["penalties"] = torch.tensor(costs, dtype=torch.float64)
@@ -90,9 +87,15 @@ def _same_tokens(sample: Sample, other: Sample) -> bool:
     return same_length and torch.equal(sample.tokens, other.tokens)
 
 
-def _turns(record: object) -> EpisodeTurns | None:
+def record_of(sample: Sample) -> Mapping[str, Any] | None:
+    """The record of an agent's turns; a row may have something else under this key."""
+    record = sample.metadata.get(TURNS)
+    return record if isinstance(record, Mapping) and SUMMED in record else None
+
+
+def _turns(record: Mapping[str, Any] | None) -> EpisodeTurns | None:
     """The recorded turns; None without a record or if the episode failed before its first turn."""
-    if not isinstance(record, Mapping) or not record["spans"]:
+    if record is None or not record["spans"]:
         return None
     spans: list[list[tuple[int, int, int]]] = []
     for branch in record["spans"]:

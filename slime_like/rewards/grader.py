@@ -39,6 +39,7 @@ from slime_like.samples.index import awaits_reward
 from slime_like.samples.slime_sample import SlimeSample
 from slime_like.text import clean
 from slime_like.types import (
+    ANSWER_REWARDS,
     FINISHED,
     PROMPT_MESSAGES,
     REWARD_DETAILS,
@@ -125,8 +126,9 @@ class Grader:
         """Grade samples; returns them in order.
 
         Rewards of NaN, infinity and None become NaN and are counted; they are excluded from group
-        statistics. If the function raises, dies or times out, the sample has status FAILED, reward
-        None and the reason in ``metadata["failure"]``. Failed samples are returned unchanged.
+        statistics. `ANSWER_REWARDS` in the metadata are added. If the function raises, dies or
+        times out, the sample has status FAILED, reward None and the reason in
+        ``metadata["failure"]``. Failed samples are returned unchanged.
 
         Raises:
             ValueError: Names a sample for which there is no reward function, or with a value that
@@ -349,7 +351,8 @@ class Grader:
 
     def _graded(self, sample: Sample, answer: Answer, counts: Counter[str]) -> Sample:
         value = answer.get("value")
-        if len(answer) == 1 and value is not None and abs(value) <= self._max_reward:
+        added = sample.metadata.get(ANSWER_REWARDS, 0.0)
+        if len(answer) == 1 and value is not None and abs(value) <= self._max_reward and not added:
             counts["graded"] += 1
             return _replace(sample, reward=value)
         failure = self._failure(answer)
@@ -372,6 +375,13 @@ class Grader:
         if tokens is not None and self._sum_tokens:
             value = sum(tokens)
             tokens = None
+        if added and tokens is not None:
+            raise ValueError(
+                f"sample {sample.sample_id}: the reward function returned token rewards, and the "
+                "answers of its agent have rewards of their own; add --sum-token-rewards"
+            )
+        if value is not None:
+            value += added
         counts["graded"] += 1
         if "unfit" in answer:
             counts["unfit"] += 1

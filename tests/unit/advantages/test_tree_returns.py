@@ -12,6 +12,7 @@ import torch
 
 from arguments.parse import parse_args
 from slime_like.advantages import AdvantageSettings, Outcomes, estimate_advantages
+from slime_like.batching.factory import outcome_readers
 from slime_like.batching.turn_credit import SUMMED, TURNS, check_trees, credit_fields
 from slime_like.samples.episodes import complete
 from slime_like.samples.exchange import with_branches
@@ -181,14 +182,29 @@ def test_records_say_whose_the_rewards_of_answers_are() -> None:
     record = {"parents": [-1, 0], "rewards": [0.25, 0.5], "spans": [[[0, 1, 0], [2, 1, 1]]]}
     sample = dataclasses.replace(WHOLE[0], metadata={TURNS: record | {SUMMED: True}})
     none = dict(turn_penalty=0.0, token_penalty=0.0)
-    followed = credit_fields([sample], by_turn=False, by_token=True, **none)
+    followed = credit_fields([sample], by_turn=False, **none)
     assert "penalties" not in followed and followed["turns"][0].rewards == [0.25, 0.5]
     assert credit_fields([sample], by_turn=True, **none)["penalties"].tolist() == [0.75]
     own = dataclasses.replace(sample, metadata={TURNS: record | {SUMMED: False}})
     assert "penalties" not in credit_fields([own], by_turn=True, **none)
-    taken = credit_fields([own], by_turn=False, by_token=True, **none)
+    taken = credit_fields([own], by_turn=False, **none)
     assert taken["penalties"].tolist() == [-0.75]
-    assert not credit_fields([WHOLE[0]], by_turn=False, by_token=True, **none)
+    assert not credit_fields([WHOLE[0]], by_turn=False, **none)
+    row = dataclasses.replace(sample, metadata={TURNS: {"text": ["an answer"]}})
+    assert not credit_fields([row], by_turn=False, **none), "a row's own, under the same key"
+
+
+def test_rewards_of_answers_in_a_recording_count_with_every_estimator(tmp_path: Path) -> None:
+    """Made with grpo_turn, trained on with grpo: the episode's reward is without them."""
+    record = {SUMMED: False, "parents": [-1], "rewards": [0.25], "spans": [[[0, 1, 0]]]}
+    sample = dataclasses.replace(WHOLE[0], metadata={TURNS: record})
+    recording = "--debug-train-only --load-debug-rollout-data {folder}/{rollout_id}"
+    agent = "--agent-function-path asyncio.sleep --use-dynamic-batch-size --max-tokens-per-gpu 512"
+    for words in (recording, agent):
+        words = words.replace("{folder}", str(tmp_path))
+        (read,) = outcome_readers(parse_args(complete_flags(tmp_path, *words.split()), 1))
+        assert read([sample])["penalties"].tolist() == [-0.25]
+    assert not outcome_readers(parse_args(complete_flags(tmp_path), 1))
 
 
 @pytest.mark.parametrize(

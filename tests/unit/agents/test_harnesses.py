@@ -15,6 +15,7 @@ from slime_like.agents.command import run_command
 from slime_like.agents.episode_samples import RETURN_MEAN, RETURN_STD, agent_metrics
 from slime_like.agents.task import Task
 from slime_like.batching.turn_credit import NUMBERS, SUMMED, TURNS
+from slime_like.rewards.grader import Grader
 from slime_like.rollout.failures import describe_failure
 from slime_like.samples.groups import SampleGroup
 from slime_like.text import LONGEST, both_ends
@@ -116,3 +117,21 @@ def test_an_episode_of_turn_rewards(monkeypatch: pytest.MonkeyPatch) -> None:
     samples = episodes(play, Engine(), 2)
     assert [sample.reward for sample in samples] == [0.5, 0.5], "summed without a turn's estimator"
     assert RETURN_MEAN not in agent_metrics([SampleGroup(0, tuple(samples))])
+
+
+def test_rewards_of_answers_do_not_replace_the_reward_function() -> None:
+    """Of an agent that returns nothing, they are added to what the reward function says."""
+
+    async def play(task: Task) -> float | None:
+        await task.chat([user(task.prompt)])
+        task.reward(0.5)
+        task.reward(-0.25)
+        return None if task.sample_id < 2 else 2.0
+
+    samples = episodes(play, Engine("a", "a", "a"), 3)
+    assert [sample.reward for sample in samples] == [None, None, 2.25]
+    assert [sample.metadata[NUMBERS]["answer_rewards"] for sample in samples] == [0.25] * 3
+    with Grader(rm_type="exact_match") as grader:
+        assert [sample.reward for sample in grader.grade(samples)] == [1.25, 1.25, 2.25]
+    with Grader(rm_type="zero") as grader:
+        assert [sample.reward for sample in grader.grade(samples)] == [0.25, 0.25, 2.25]

@@ -17,7 +17,7 @@ from slime_like.agents.sessions import SessionLimits
 from slime_like.agents.task import seed_of
 from slime_like.environments.base import environment_maker
 from slime_like.environments.interface import Step, TextEnvironment
-from slime_like.types import Prompt, Sample, SampleStatus
+from slime_like.types import ANSWER_REWARDS, Prompt, Sample, SampleStatus
 from tests.unit.agents.test_server import END, Engine, model_of
 
 ROW: Mapping[str, Any] = {"prompt": "Play.", "label": None, "metadata": {}, "evaluation": False}
@@ -138,6 +138,19 @@ def test_no_more_room_or_turns_end_an_episode_as_it_is() -> None:
 def test_an_async_environment_leaves_the_reward_to_the_reward_function() -> None:
     sample = played(AsyncOnce, Engine("yes"))
     assert (sample.status, sample.reward) == (SampleStatus.COMPLETED, None)
+
+
+def test_rewards_of_steps_leave_the_last_one_to_the_reward_function() -> None:
+    class Half(Counter):
+        def step(self, action: str) -> Step:
+            text, reward, done = super().step(action)
+            return text, None if done else reward, done
+
+    for evaluation in (False, True):
+        sample = played(Half, Engine(), evaluation=evaluation)
+        assert (sample.reward, sample.metadata[ANSWER_REWARDS]) == (None, 0.5)
+    sample = played(Half, Engine(), by_turn=True)
+    assert sample.reward is None and ANSWER_REWARDS not in sample.metadata
 
 
 def test_what_an_environment_does_wrong_costs_its_own_sample() -> None:

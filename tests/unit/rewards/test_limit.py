@@ -23,7 +23,7 @@ from slime_like.compat.slime.function_results import read_eval_output
 from slime_like.compat.slime.samples import SlimeArgs, SlimeSample, from_slime
 from slime_like.rewards.grader import Grader
 from slime_like.rewards.limit import beyond_limit
-from slime_like.types import REWARD_DETAILS, Prompt, Sample
+from slime_like.types import ANSWER_REWARDS, REWARD_DETAILS, Prompt, Sample
 from tests.unit.agents.test_server import END, Engine, model_of, post, run, session_of, user
 from tests.unit.command_lines import complete
 from tests.unit.rollout.test_metrics import make
@@ -144,6 +144,20 @@ def test_the_rewards_of_turns_add_up_within_the_limit() -> None:
     sample = episode(play)
     assert sample.reward is None
     assert "the reward 12 is beyond --max-abs-reward 10" in sample.metadata["failure"]
+
+
+def test_rewards_of_turns_and_the_functions_reward_add_up_within_the_limit(tmp_path: Path) -> None:
+    sample = replace(make(3, None), metadata={ANSWER_REWARDS: 6.0})
+    (tmp_path / "r.py").write_text("def score(args, sample):\n    return 5.0\n")
+    path = f"{tmp_path}/r.py:score"
+    words = "sample 3: the reward 11 is beyond --max-abs-reward"
+    with (
+        Grader(custom_rm_path=path, max_abs_reward=10.0) as grader,
+        pytest.raises(ValueError, match=words),
+    ):
+        grader.grade([sample])
+    with Grader(custom_rm_path=path, max_abs_reward=11.0) as grader:
+        assert grader.grade([sample])[0].reward == 11
 
 
 def test_a_request_with_a_reward_beyond_the_limit_is_refused() -> None:

@@ -26,7 +26,7 @@ from slime_like.samples.episodes import complete
 from slime_like.samples.groups import SampleGroup
 from slime_like.samples.index import remote_samples, rows_of
 from slime_like.samples.payload import pack_payload, unpack_payload
-from slime_like.types import Sample
+from slime_like.types import ANSWER_REWARDS, Sample
 
 GAMMA, LAMBDA, KL_COEF = 0.9, 0.8, 0.3
 
@@ -114,6 +114,15 @@ def test_their_sum_is_trained_on_where_that_is_asked_for(tmp_path):
     with grader(tmp_path, body, sum_token_rewards=True) as ours:
         (graded,) = ours.grade([sample(0, "111")])
     assert (graded.reward, graded.token_rewards) == (1.5, None)
+
+
+def test_rewards_of_an_agents_answers_are_added_to_their_sum_alone(tmp_path):
+    mine = sample(0, "111", metadata={ANSWER_REWARDS: 2.0})
+    body = "[0.5] * sample.response_length"
+    with grader(tmp_path, body, sum_token_rewards=True) as ours:
+        assert ours.grade([mine])[0].reward == 3.5
+    with grader(tmp_path, body) as ours, pytest.raises(ValueError, match=r"sample 0: .* --sum-tok"):
+        ours.grade([mine])
 
 
 def test_a_wrong_number_of_them_is_an_error(tmp_path):
