@@ -23,7 +23,7 @@ from slime_like.data.rendering import RowProblem, render_rows
 from slime_like.data.row_images import RowImages
 from slime_like.data.rows import Row
 from slime_like.data.sft import sft_samples
-from slime_like.data.turns import STEP_MASK, Segment, continue_turn
+from slime_like.data.turns import MASKS, STEP_MASK, Segment, continue_turn
 from slime_like.images.processor import ImageProcessor
 from slime_like.text import shown
 from slime_like.types import Prompt, Sample
@@ -126,7 +126,7 @@ class PairFormat(PromptFormat):
             1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*conversations))
         )
         return [
-            {**row, key: [{**m, STEP_MASK: 0} for m in messages[:shared]] + messages[shared:]}
+            {**row, key: [_untrained(m) for m in messages[:shared]] + messages[shared:]}
             for key, messages in zip(self._answers.values(), conversations)
         ]
 
@@ -168,6 +168,11 @@ class PairFormat(PromptFormat):
             )
         margin = None if self._margin_key is None else float(row[self._margin_key])
         return dataclasses.replace(chosen, rejected=rejected, margin=margin)
+
+
+def _untrained(message: dict[str, Any]) -> dict[str, Any]:
+    """A message that is in both answers, whatever masks it has."""
+    return {key: value for key, value in message.items() if key not in MASKS} | {STEP_MASK: 0}
 
 
 def _is_prompt(value: object) -> bool:

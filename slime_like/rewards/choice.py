@@ -19,12 +19,16 @@ _END = (
     r"(?![\w'\u2019]|-\w)[^\S\n]{0,4}(?:[\n.,;:!?()\[\]{}$*\\\"\u201d\u2013\u2014-]|\Z"
     r"|(?:and|as|because|but|for|is|not|since|so|which|while|with)\b)"
 )
+_STYLED = r"(?:\\?(?:text|textbf|textrm|mathrm|mathbf)\{)?"
 _NAMED = re.compile(
     r"(?i:\banswer)\b[^\w\n]{0,6}?(?::|(?i:\bis\b))\W{0,12}"  # Answer: **
-    r"(?:boxed\{)?\W{0,4}(?:(?:text|mathrm|mathbf)\{)?\W{0,4}(?:the\s)?"
+    rf"(?:boxed\{{)?\W{{0,4}}{_STYLED}\W{{0,4}}(?:the\s)?"
     rf"(?:(?i:option|choice)\W{{1,4}}([A-Z])(?![\w'])|([A-Z])(?={_END}))"
 )
-_LETTER = re.compile(r"[^A-Za-z]*(?:\\(?:text|mathrm|mathbf)\{)?[^A-Za-z]*([A-Z])[^A-Za-z]*")
+# of a box: the letter, which the option's text may follow
+_LETTER = re.compile(
+    rf"[^A-Za-z]*{_STYLED}[^A-Za-z]*([A-Z])(?:[^A-Za-z]*|[)}}]*[.):]\}}?\s.*)", re.DOTALL
+)
 
 
 def problem(label: object, metadata: Mapping[str, object]) -> str | None:

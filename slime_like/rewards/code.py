@@ -19,15 +19,16 @@ from __future__ import annotations
 
 import itertools
 import re
+import textwrap
 from collections.abc import Mapping
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
 from slime_like.rewards import packed_tests, sandbox
 
-_FENCED = re.compile(
-    r"```[ \t]*(?:python|py|python3)?[ \t]*\r?\n(.*?)```", re.DOTALL | re.IGNORECASE
-)
+# code within a line, which is passed over, or a block, with its label
+_FENCED = re.compile(r"```[^\n`]+```|```[ \t]*([^\n`]*)\n(.*?)```", re.DOTALL)
+_LABELS = ("", "py", "python", "python3")
 _FUTURE = re.compile(
     r"^from[ \t]+__future__[ \t]+import[ \t]*(?:\([^()]*\))?"
     r"(?:\\\r?\n|[^\n])*(?:\n|\Z)",
@@ -112,7 +113,9 @@ def _after(prelude: str, program: str) -> str:
     """The program with statements before it, but after its imports from __future__."""
     if not prelude:
         return program
-    return "".join(_FUTURE.findall(program)) + prelude + _FUTURE.sub("", program)
+    before = [*_FUTURE.findall(program), prelude]
+    lines = (text if text.endswith("\n") else f"{text}\n" for text in before)
+    return "".join(lines) + _FUTURE.sub("", program)
 
 
 def _same_output(found: str, expected: str, numbers: bool) -> bool:
@@ -132,9 +135,14 @@ def _same_numbers(found: str | None, expected: str | None) -> bool:
 
 
 def program_of(response: str) -> str:
-    """The last fenced code block of the response; without one, the full response."""
-    blocks = _FENCED.findall(response)
-    return blocks[-1] if blocks else response
+    """The last fenced block of the response that is Python or has no label, without the indentation
+    of a list around it; without such a block, the full response."""
+    blocks = [
+        block
+        for label, block in _FENCED.findall(response)
+        if block and label.strip().lower().partition(" ")[0] in _LABELS
+    ]
+    return textwrap.dedent(blocks[-1]) if blocks else response
 
 
 def _lines(text: str) -> list[str]:

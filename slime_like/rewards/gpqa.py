@@ -18,7 +18,8 @@ LETTERS = tuple(string.ascii_uppercase[:10])  # used if the row has neither lett
 _CHOSEN = tuple(
     re.compile(pattern, re.IGNORECASE)
     for pattern in (
-        r"(?:answer|option|choice)\s*(?:(?:is|:)\s*)?([A-Z])",
+        # of the right letter alone: "answer choices" chooses no C
+        r"(?:answer|option|choice)\s*(?:(?:is|:)\s*)?([A-Z])(?![A-Z])",
         r"([A-Z])\s*is\s*(?:the)?\s*correct",
     )
 )

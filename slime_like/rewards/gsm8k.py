@@ -19,6 +19,7 @@ _NUMBER = re.compile(
     r"((?<![\w.)])[-\u2212])?\$?(\d{1,3}(?:,\d{3})+(?![\d])(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)"
 )
 _MARKED = re.compile(r"####([^\n]*)")
+_PROSE = re.compile(r"[.:)]\s*[^\W\d]")
 _BOXED = "\\boxed{"
 _BRACE = re.compile(r"\\boxed\{|\\[{}]|[{}]")
 
@@ -49,7 +50,7 @@ def label_number(label: str) -> Decimal | None:
 def response_number(response: str) -> Decimal | None:
     """The answer of a response: the last ``#### x``, otherwise the last ``\\boxed{x}``, otherwise
     its last number."""
-    marked = _marked_number(response)
+    marked = _marked_number(response, headings=True)
     if marked is not None:
         return marked
     boxed = last_boxed(response)
@@ -81,14 +82,22 @@ def _no_number(label: object) -> str:
     return f"the label holds no number: {str(label)[:80]!r}"
 
 
-def _marked_number(text: str) -> Decimal | None:
+def _marked_number(text: str, *, headings: bool = False) -> Decimal | None:
     """The first number on the line after ``####``; of several such lines, the last one with a
-    number."""
-    for line in reversed(_MARKED.findall(text)):
-        match = _NUMBER.search(_plain(line))
-        if match:
+    number. headings: Lines may be headings of Markdown, whose numbers do not count."""
+    for line in map(_plain, reversed(_MARKED.findall(text))):
+        match = _NUMBER.search(line)
+        if match and not (headings and _is_heading(line, match)):
             return _value(match)
     return None
+
+
+def _is_heading(line: str, number: re.Match[str]) -> bool:
+    """Whether a line is like "Step 1: we add" or "1. Addition", and not "The answer is 18"."""
+    before = line[: number.start()]
+    has_words = any(map(str.isalpha, before))
+    names_answer = "answer" in before.lower() or "total" in before.lower() or "=" in before
+    return (has_words and not names_answer) or _PROSE.match(line, number.end()) is not None
 
 
 def _last_number(text: str) -> Decimal | None:

@@ -229,12 +229,15 @@ class Rollouter:
             return self._generate_custom(samples, sampling, purpose, limit)
         longest = limit or sampling.max_new_tokens
         budgets = {}
+        done: dict[int, Sample] = {}
         for s in samples:
             room = self.sampling_of(s, sampling).max_new_tokens - s.response_length
-            budgets[s.sample_id] = min(longest, room)
-        done: dict[int, Sample] = {}
+            if room > 0:
+                budgets[s.sample_id] = min(longest, room)
+            else:  # begun by a run with a higher limit
+                done[s.sample_id] = replace(s, status=SampleStatus.TRUNCATED)
         for length in sorted(set(budgets.values())):
-            chunk = [s for s in samples if budgets[s.sample_id] == length]
+            chunk = [s for s in samples if budgets.get(s.sample_id) == length]
             requests = [
                 GenerateRequest(
                     s.sample_id,

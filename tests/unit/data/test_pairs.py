@@ -98,6 +98,16 @@ def test_turns_that_both_share_are_read_and_later_ones_learnt(tmp_path: Path) ->
     assert words(rejected)[1:] == ("no;quite;", "<user>sure?;<assistant>")
 
 
+@pytest.mark.parametrize("mask", ["weight", "step_loss_mask"])
+def test_shared_turns_are_not_learnt_whatever_mask_they_have(tmp_path: Path, mask: str) -> None:
+    row = {
+        "chosen": [USER, YES | {mask: 1}, USER, YES],
+        "rejected": [USER, YES | {mask: 1}, USER, NO],
+    }
+    chosen, rejected = samples(tmp_path, row)
+    assert words(chosen)[1:] == ("yes;", "") and words(rejected)[1:] == ("no;", "")
+
+
 def test_pairs_are_neighbours_with_ids_of_their_own(tmp_path: Path) -> None:
     rows = [
         {"input": "a", "chosen": "x", "rejected": "y"},

@@ -84,6 +84,28 @@ def test_a_response_that_was_cut_keeps_its_last_token() -> None:
     assert sample.status == SampleStatus.TRUNCATED and sample.response == f"b{USER}{USER}"
 
 
+@pytest.mark.parametrize("limit", [2, 3])
+def test_a_response_beyond_a_lowered_limit_is_truncated(limit: int) -> None:
+    """Begun by a run with another --rollout-max-response-len; the others are continued."""
+    asked = []
+
+    class Engine:
+        def generate(self, requests: Any, sampling: SamplingParams) -> Any:
+            asked.append(([r.sample_id for r in requests], sampling.max_new_tokens))
+            return [output_of("b", "length") for _ in requests]
+
+    rollouter = Rollouter(cast(Any, Engine()), cast(Any, None), TOKENIZER, seed=0)
+    started = rollouter.append_output(
+        Sample.empty(PROMPT, 0), output_of("bbb", "length"), SamplingParams(max_new_tokens=9)
+    )
+    assert started.status == SampleStatus.PARTIAL and started.response_length == 3
+    sampling = SamplingParams(max_new_tokens=limit)
+    both = [started, Sample.empty(PROMPT, 1)]
+    first, second = rollouter._generate_local(both, sampling, "train", None)
+    assert first.status == SampleStatus.TRUNCATED and first.response == "bbb"
+    assert asked == [([1], limit)] and second.sample_id == 1
+
+
 @pytest.mark.parametrize(("skip", "text"), TEXTS)
 def test_a_turn_and_its_episode(skip: bool | None, text: str) -> None:
     turns = []

@@ -12,6 +12,7 @@ from slime_like.rewards import gpqa
     [
         ("The answer is C.", "C", {}, 1),
         ("The answer is C.", "D", {}, 0),
+        ("Of the answer choices, the correct answer is D.", "D", {}, 1),
         ("Answer: C", 2, {"choices": ["alpha", "beta", "gamma", "delta"]}, 1),
         ("Answer: B", 1, {"choices": {"a": "first", "b": "second", "c": "third"}}, 1),
         (
