@@ -257,9 +257,9 @@ Size = Annotated[int, Field(ge=0, le=2**31 - 1)]
 
 
 class TensorData(Body):
-    """A tensor of integers, dense or sparse (CSR)."""
+    """A tensor of tokens, or -1 for none; dense or sparse (CSR)."""
 
-    data: list[int]
+    data: list[Annotated[int, Field(ge=-1, le=2**31 - 1)]]
     dtype: Literal["int64"]
     shape: list[Size]
     sparse_crow_indices: list[Size] | None = None

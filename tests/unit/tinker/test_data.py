@@ -16,7 +16,7 @@ from slime_like.tinker.data import DataLimits, check_forward_backward
 from slime_like.tinker.errors import Refused
 from slime_like.tinker.loss_graph import LossGraph
 from slime_like.tinker.losses import served_loss
-from slime_like.tinker.schemas import AdamParams
+from slime_like.tinker.schemas import AdamParams, TensorData
 
 LIMITS = DataLimits(vocab_size=50, max_length=32, max_tokens=200)
 
@@ -162,6 +162,14 @@ def test_weights_that_some_datums_lack_are_1() -> None:
 def test_settings_that_float32_cannot_hold(loss: str, config: dict[str, float]) -> None:
     with pytest.raises(Refused, match=next(iter(config))):
         served_loss(loss, config)
+
+
+@pytest.mark.parametrize("token", [2**31, 2**70, -2])
+def test_tokens_to_score_that_an_array_cannot_hold(token: int) -> None:
+    body = {"data": [1, token], "dtype": "int64", "shape": [2, 1]}
+    with pytest.raises(ValidationError, match=r"data\.1"):
+        TensorData.model_validate(body)
+    assert TensorData.model_validate({**body, "data": [1, -1]}).data == [1, -1]
 
 
 @pytest.mark.parametrize(
