@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 # keys of a sample's metadata
 NUMBERS = "agent"
-TURNS = "answers"
+TURNS = "agent_answers"
+EARLIER_TURNS = "answers"  # of older recordings and checkpoints; also SQuAD's key for labels
 SUMMED = "summed"  # flag in TURNS: the episode's reward includes the rewards of its turns
 
 
@@ -77,7 +78,8 @@ def keep_record(converted: Sequence[Sample], before: Sequence[Sample]) -> list[S
         return list(converted)
     sequences = []
     for sample in converted:
-        metadata = {key: value for key, value in sample.metadata.items() if key != TURNS}
+        record = record_of(sample)
+        metadata = {k: v for k, v in sample.metadata.items() if record is None or v is not record}
         sequences.append(replace(sample, metadata=metadata))
     return sequences
 
@@ -88,9 +90,13 @@ def _same_tokens(sample: Sample, other: Sample) -> bool:
 
 
 def record_of(sample: Sample) -> Mapping[str, Any] | None:
-    """The record of an agent's turns; a row may have something else under this key."""
-    record = sample.metadata.get(TURNS)
-    return record if isinstance(record, Mapping) and SUMMED in record else None
+    """The record of an agent's turns, if there is one; a row may have something else under its
+    keys."""
+    for key in (TURNS, EARLIER_TURNS):
+        record = sample.metadata.get(key)
+        if isinstance(record, Mapping) and SUMMED in record:
+            return record
+    return None
 
 
 def _turns(record: Mapping[str, Any] | None) -> EpisodeTurns | None:

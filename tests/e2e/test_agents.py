@@ -300,7 +300,7 @@ def test_an_environment_by_name(server: TrainServer, work: Workspace, tmp_path: 
         assert row["rollout/reward_mean"] == pytest.approx(row["agent/answer_rewards"]), "of turns"
         assert 0 < row["rollout/train_rollout_log_prob_diff_max"] < 1e-4
     samples = [s for g in load_rollout(str(tmp_path / "r_{rollout_id}"), 0) for s in g.samples]
-    rewards = [reward for s in samples for reward in s.metadata["answers"]["rewards"]]
+    rewards = [reward for s in samples for reward in s.metadata["agent_answers"]["rewards"]]
     assert set(rewards) <= {0, -1, -100}
     assert rows[0]["agent/answer_rewards"] == pytest.approx(sum(rewards) / len(samples))
     assert rows[1]["eval/texts/mean"] == rows[1]["eval/texts/mean"] <= 0

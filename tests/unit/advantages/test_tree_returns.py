@@ -13,7 +13,7 @@ import torch
 from arguments.parse import parse_args
 from slime_like.advantages import AdvantageSettings, Outcomes, estimate_advantages
 from slime_like.batching.factory import outcome_readers
-from slime_like.batching.turn_credit import SUMMED, TURNS, check_trees, credit_fields
+from slime_like.batching.turn_credit import SUMMED, TURNS, check_trees, credit_fields, record_of
 from slime_like.samples.episodes import complete
 from slime_like.samples.exchange import with_branches
 from tests.agent_trees import Episode, Laid, cuts, expected, laid, random_episode
@@ -190,6 +190,10 @@ def test_records_say_whose_the_rewards_of_answers_are() -> None:
     taken = credit_fields([own], by_turn=False, **none)
     assert taken["penalties"].tolist() == [-0.75]
     assert not credit_fields([WHOLE[0]], by_turn=False, **none)
+    older = dataclasses.replace(sample, metadata={"answers": record | {SUMMED: False}})
+    assert record_of(older) == record_of(own)
+    both = dataclasses.replace(own, metadata={**own.metadata, "answers": {"text": ["an answer"]}})
+    assert record_of(both) == record_of(own)
     row = dataclasses.replace(sample, metadata={TURNS: {"text": ["an answer"]}})
     assert not credit_fields([row], by_turn=False, **none), "a row's own, under the same key"
 

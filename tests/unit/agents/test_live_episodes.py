@@ -160,7 +160,7 @@ def test_every_token_is_kept_once_with_its_own_version(makes: Any) -> None:
     numbers = sample.metadata["agent"]
     assert numbers["written_tokens"] == len(writer.log) and numbers["answers"] == 3
     assert numbers["forks"] == 1 and numbers["restarted"] == 0
-    assert sample.metadata["answers"]["parents"] == [-1, 0, 0]
+    assert sample.metadata["agent_answers"]["parents"] == [-1, 0, 0]
 
 
 def test_without_a_limit_it_is_as_without_pauses(makes: Any) -> None:

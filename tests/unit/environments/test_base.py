@@ -109,7 +109,7 @@ def test_an_episode_keeps_every_token_and_gives_each_answer_its_reward() -> None
     response = sample.tokens[sample.prompt_length :][sample.loss_mask].tolist()
     assert response == [t for tokens in engine.written for t in tokens]
     assert "question 7" in engine.prompts[0] and "step 1" in engine.prompts[1]
-    assert sample.metadata["answers"]["rewards"] == [0.5, 0.5] and sample.reward == 0
+    assert sample.metadata["agent_answers"]["rewards"] == [0.5, 0.5] and sample.reward == 0
     assert sample.metadata["agent"]["answer_rewards"] == 1 and not sample.branches
     assert made[0].closed.wait(20), "closed at the end"
     assert len(made[0].threads) == 1 and threading.get_ident() not in made[0].threads

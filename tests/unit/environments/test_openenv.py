@@ -155,7 +155,7 @@ def test_an_episode_that_ends_at_its_limit_has_a_reward_if_an_action_had_one(
     engine = Engine(*(f'{{"guess": {guess}}}' for guess in guesses))
     sample = played(environment_maker(f"openenv:{url}"), engine, by_turn=True, turns=2)
     assert sample.status == SampleStatus.COMPLETED and len(engine.written) == 2
-    assert sample.reward == reward and sample.metadata["answers"]["rewards"] == of_turns
+    assert sample.reward == reward and sample.metadata["agent_answers"]["rewards"] == of_turns
 
 
 def test_an_environment_that_fails_loses_the_episode(url: str) -> None:
