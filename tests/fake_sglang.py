@@ -209,6 +209,7 @@ class FakeServer:
         """Of GET requests, by path."""
         return {
             "/health": {},
+            "/health_generate": {},
             "/model_info": {"weight_version": self.version},
             "/server_info": self.info,
             "/workers": {

@@ -215,12 +215,16 @@ class ServedEngine(RolloutEngine):
         return True
 
     def _pause_servers(self) -> None:
-        if self.pool is not None and not self.takes_adapter:
-            self._call_all(self.pool.api.pause)
+        if self.pool is not None:
+            self.pool.generates = False
+            if not self.takes_adapter:
+                self._call_all(self.pool.api.pause)
 
     def _resume_servers(self) -> None:
-        if self.pool is not None and not self.takes_adapter:
-            self._call_all(self.pool.api.resume)
+        if self.pool is not None:
+            if not self.takes_adapter:
+                self._call_all(self.pool.api.resume)
+            self.pool.generates = True
 
     def _call_all(self, call: ServerCall) -> None:
         assert self.pool is not None
@@ -290,6 +294,8 @@ class ServedEngine(RolloutEngine):
         """Before training, servers release weights and KV cache on GPUs that they share with the
         trainer, until the next update."""
         if self._memory is not None:
+            if self.pool is not None:
+                self.pool.generates = False
             self._memory.release()
             self.weight_version = -1
 

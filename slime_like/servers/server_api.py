@@ -76,6 +76,10 @@ class ServerApi(ABC):
     generate_path: str
     pause: ServerCall  # requests keep their tokens; what was computed for them is recomputed
     resume: ServerCall
+    # GETs of health checks: one that fails if the server cannot generate, and one that a server
+    # answers while it is paused, loads weights or has released its memory
+    generation_probe: str = "/health"
+    bare_probe: str = "/health"
     version_path: str  # answers a GET with {"weight_version": text}
     checksum: ServerCall
     noise: ServerCall  # overwrites the weights

@@ -96,6 +96,8 @@ class ServerPool:
         self.version = -1  # weight version that requests are served with
         # the adapter of new requests; None: they are served with the servers' own weights
         self.adapter: ServedAdapter | None = None
+        # False while servers are paused or have released their memory
+        self.generates = True
         self.adapters_in_use: Counter[ServedAdapter] = Counter()  # requests of each, none at zero
         # Sends one server the latest weights and returns their version, None if there are none yet;
         # raises RunError. None: only the next update of all servers can
@@ -256,11 +258,22 @@ class ServerPool:
         answer = self.call(worker, path, timeout_s=CONTROL_S, method="GET")
         return _valid(answer, worker.url + path, reader)
 
-    def is_healthy(self, worker: Worker, timeout_s: float | None = None) -> bool:
-        """Whether the server passes a health probe."""
+    def is_healthy(
+        self, worker: Worker, timeout_s: float | None = None, path: str = "/health"
+    ) -> bool:
+        """Whether the server passes a health probe. path: by default one that succeeds once the
+        server has started."""
         return self._control.is_reachable(
-            f"{worker.url}/health", self.health.timeout_s if timeout_s is None else timeout_s
+            worker.url + path, self.health.timeout_s if timeout_s is None else timeout_s
         )
+
+    def _passes_probe(self, worker: Worker) -> bool:
+        """As `is_healthy`. A server has to generate, also before it returns, but not while it is
+        updated: a long update would look like a hang."""
+        lacks_weights = worker.version is None and not worker.returning
+        bare = worker.alive and (lacks_weights or not self.generates)
+        path = self.api.bare_probe if bare else self.api.generation_probe
+        return self.is_healthy(worker, path=path)
 
     def has_weights(self, worker: Worker, version: int, evictions: int) -> None:
         """Mark the server as holding `version`, so that it gets requests. evictions: its count when
@@ -387,7 +400,7 @@ class ServerPool:
             return
         if not probe:
             return
-        if self.is_healthy(worker):
+        if self._passes_probe(worker):
             worker.failed_probes = 0
             worker.answer_by = None
             out = not worker.alive or worker.returning

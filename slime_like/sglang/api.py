@@ -26,7 +26,8 @@ class SglangApi(ServerApi):
     # requests stay, retracted: their KV cache is recomputed
     pause = ServerCall("/pause_generation", {"mode": "retract"})
     resume = ServerCall("/continue_generation")
-    version_path = "/model_info"
+    generation_probe = "/health_generate"
+    bare_probe = version_path = "/model_info"
     checksum = ServerCall("/weights_checker", {"action": "checksum"})
     noise = ServerCall("/weights_checker", {"action": "reset_tensors"})
     info_path = "/server_info"

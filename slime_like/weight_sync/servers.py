@@ -119,7 +119,8 @@ class Servers:
         raise UpdateIncomplete(str(error)) from None
 
     def _reachable(self, worker: Worker) -> bool:
-        return self.pool.is_healthy(worker, min(CONTROL_S, self.pool.health.timeout_s))
+        limit = min(CONTROL_S, self.pool.health.timeout_s)
+        return self.pool.is_healthy(worker, limit, self.api.bare_probe)
 
     def raise_none_left(self, message: str) -> NoReturn:
         if self.pool.can_restart_any():

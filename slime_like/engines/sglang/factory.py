@@ -54,6 +54,10 @@ MASKS_SETTING = "sampling_mask_max_tokens"  # likewise
 DETERMINISTIC = "enable_deterministic_inference"
 # Servers keep the features of images that they have seen, and no update of weights drops them.
 NO_FEATURE_CACHE = {"SGLANG_VLM_CACHE_SIZE_MB": "0"}
+# /health, which the router asks, generates a token by default: not while weights are loaded, nor
+# in memory that was released. Our health checks ask /health_generate where there is something to
+# generate.
+PLAIN_HEALTH = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false"}
 UNCHANGED = "default"  # the version of weights that a server has loaded at its start
 FUSED = {  # module -> the layer that servers may name in its place
     **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),
@@ -152,7 +156,7 @@ class SglangProgram(ServerProgram):
         return server_command(self.python, settings)
 
     def environment(self, slot: Slot) -> Mapping[str, str]:
-        variables = NO_FEATURE_CACHE if self.tower == "trained" else {}
+        variables = PLAIN_HEALTH | (NO_FEATURE_CACHE if self.tower == "trained" else {})
         return variables | (POSITIONS if self.reports_indexer_topk else {})
 
 

@@ -13,10 +13,12 @@ import pytest
 from slime_like.engines import served
 from slime_like.engines.base import GenerateRequest, SamplingParams
 from slime_like.engines.sglang.engine import SglangEngine
+from slime_like.engines.sglang.factory import SglangProgram
+from slime_like.servers.launches import Slot
 from slime_like.servers.processes import EngineProcess
 from slime_like.servers.router import Router
 from slime_like.servers.server_pool import MAX_RESTARTS, Worker
-from tests.fake_sglang import engine_of, fake_servers, make_served_model, weights_of
+from tests.fake_sglang import Handler, engine_of, fake_servers, make_served_model, weights_of
 
 SAMPLING = SamplingParams(max_new_tokens=8)
 REQUESTS = [GenerateRequest(10, (3, 5, 7), seed=100)]
@@ -171,6 +173,59 @@ def test_weights_that_did_not_reach_a_returning_server_are_sent_again(model: str
         server.refused.clear()
         (output,) = engine.generate(REQUESTS, SAMPLING)
         assert output.failure is None and output.weight_versions == (1,) * len(output.tokens)
+
+
+def test_a_server_is_asked_to_generate_only_where_it_can(model: str) -> None:
+    """While it is paused for an update, or has released its memory, a probe of SGLang's that
+    generates a token would fail, and a healthy server be lost. At other times it finds a server
+    whose scheduler hangs."""
+    paused = threading.Event()
+    with (
+        fake_servers(model, 1) as (server,),
+        engine_of(
+            model, [server], probe_timeout_s=0.5, update_timeout_s=30, colocated=True
+        ) as engine,
+    ):
+        pool = pool_of(engine)
+        get, answer = server.get, server.answer
+
+        def get_or_wait(handler: Handler) -> None:
+            if paused.is_set() and handler.path.startswith("/health"):
+                time.sleep(2.0)
+            get(handler)
+
+        def answer_slowly(handler: Handler, body: Any) -> None:
+            if handler.path in ("/pause_generation", "/release_memory_occupation"):
+                paused.set()
+            if handler.path == "/update_weights_from_disk":
+                time.sleep(3.0)
+            if handler.path == "/continue_generation":
+                paused.clear()
+            answer(handler, body)
+
+        server.get, server.answer = get_or_wait, answer_slowly  # type: ignore[method-assign]
+        engine.release_memory()
+        time.sleep(2.0)
+        engine.update_weights(weights_of(model), 2)
+        assert engine.weight_version == 2 and pool.evictions == 0
+        engine.pause()
+        time.sleep(2.0)
+        engine.resume()
+        assert pool.evictions == 0
+        server.refused["/health_generate"] = (503, "the scheduler hangs")
+        wait_until(lambda: pool.evictions == 1)
+        assert not pool.alive(), "it returns when it generates"
+        server.refused.clear()
+        wait_until(lambda: bool(pool.ready()))
+        assert pool.evictions == 1
+
+
+def test_health_of_servers_of_the_run_generates_nothing() -> None:
+    """The router asks for it, also during updates."""
+    environment = SglangProgram("python", "model", "bfloat16", cuda=True).environment(
+        Slot("127.0.0.1", 1, 1, 0)
+    )
+    assert environment["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] == "false"
 
 
 @pytest.mark.parametrize(("status", "waits"), [(1, False), (None, True)])

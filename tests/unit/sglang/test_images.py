@@ -142,7 +142,8 @@ def test_what_servers_keep_of_a_tower(qwen, tmp_path, tower):
         ((part,),) = engine_launches(sglang, program, nodes, logs=tmp_path)
         kept = "--enable-weights-cpu-backup" in part.launch.command
         assert kept == (tower == "frozen" and device == "cuda")
-        assert dict(part.launch.environment) == (NO_FEATURE_CACHE if tower == "trained" else {})
+        off = NO_FEATURE_CACHE.items() <= part.launch.environment.items()
+        assert off == (tower == "trained")
     axes = "rotary_emb.axis_map"
     assert left_out(config) == ((axes, "visual.") if tower == "frozen" else (axes,))
     assert left_out(parse_args(complete(tmp_path), 1)) == ()
