@@ -60,11 +60,11 @@ def check_input_folders(s: Settings) -> list[Problem]:
     problems = []
     for config, name in ((s.model, "ref_load"), (s.checkpoint, "load")):
         path = getattr(config, name)
-        first_of_several_runs = name == "load" and path == s.checkpoint.save
+        first_of_several_runs = name == "load" and s.checkpoint.load_is_save
         if path is not None and not Path(path).is_dir() and not first_of_several_runs:
             problems += problem(name, path, f"no such folder{download_hint(path)}")
     load = s.checkpoint.load
-    may_be_empty = load == s.checkpoint.save or s.checkpoint.ckpt_step is not None
+    may_be_empty = s.checkpoint.load_is_save or s.checkpoint.ckpt_step is not None
     if load is not None and not may_be_empty and Path(load).is_dir() and not has_model(load):
         message = "holds neither checkpoints nor a Hugging Face model (config.json)"
         problems += problem("load", load, message)

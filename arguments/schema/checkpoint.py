@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from slime_like.config import AT_LEAST_ONE, POSITIVE, CheckedSettings, arg
 
@@ -111,3 +112,11 @@ class CheckpointConfig(CheckedSettings):
         "Save and end the run after the first rollout that ends later than this many minutes.",
         legal=POSITIVE,
     )
+
+    @property
+    def load_is_save(self) -> bool:
+        """Whether --load and --save are the same folder, under whatever names, or neither is
+        given: a run that continues itself."""
+        if self.load is None or self.save is None:
+            return self.load == self.save
+        return Path(self.load).resolve() == Path(self.save).resolve()

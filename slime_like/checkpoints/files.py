@@ -156,19 +156,25 @@ def open_regular(path: Path, inside: Path | None = None) -> BinaryIO:
     return os.fdopen(descriptor, "rb", buffering=0)
 
 
-def read_json(path: Path, inside: Path | None = None) -> Any:
-    """Read a JSON file; arguments as for `open_regular`.
+def read_json(path: Path, inside: Path | None = None, limit: int | None = MAX_JSON_BYTES) -> Any:
+    """Read a JSON file.
+
+    Args:
+        path, inside: As for `open_regular`.
+        limit: Maximum size in bytes; None: any, for files whose size is known to be right.
 
     Raises:
-        ValueError: It is damaged, nested too deeply, or larger than MAX_JSON_BYTES. The message
-            does not name the file.
+        ValueError: It is damaged, nested too deeply, or larger than `limit`. The message does not
+            name the file.
         OSError: As for `open_regular`.
     """
     with open_regular(path, inside) as file:
         size = os.fstat(file.fileno()).st_size
-        if size > MAX_JSON_BYTES:
+        if limit is not None and size > limit:
             raise ValueError(f"{size} bytes are too many for such a file")
-        content = file.read(size) if size else b""
+        content = bytearray()
+        while block := file.read(size - len(content)):  # one read gives 2 GiB at most
+            content += block
     try:
         return json.loads(content)
     except RecursionError as error:

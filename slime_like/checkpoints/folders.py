@@ -186,13 +186,19 @@ def publish(root: str | Path, step: int) -> Path:
     final = checkpoint_folder(root, step)
     temporary = writing_folder(root, step)
     aside = final.with_name(final.name + REPLACED)
-    if final.exists():
-        remove_folder(aside)
-        os.rename(final, aside)
     manifest = hash_file(temporary / MANIFEST).sha256
     note = {"step": step, "before": _tracked(root), "manifest": manifest}
     write_file(Path(root) / NEXT_TRACKER, json.dumps(note))
-    os.rename(temporary, final)
+    is_replaced = final.exists()
+    if is_replaced:
+        remove_folder(aside)
+        os.rename(final, aside)
+    try:
+        os.rename(temporary, final)
+    except OSError:
+        if is_replaced:
+            os.rename(aside, final)
+        raise
     sync_path(final.parent)
     replace_file(Path(root) / TRACKER, str(step))
     sync_path(final.parent)

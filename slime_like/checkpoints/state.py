@@ -127,7 +127,8 @@ def read_trainer_state(folder: Path) -> TrainerState:
         ValueError: The file is missing or damaged; names the checkpoint and the problem.
     """
     try:
-        state: TrainerState = read_json(folder / TRAINER_FILE, folder)
+        # of any size: rollouts sampled ahead are in it, and the manifest has its size
+        state: TrainerState = read_json(folder / TRAINER_FILE, folder, limit=None)
         _LOADED.validate_python(state, strict=True)
         for name in REQUIRED:
             if name not in state:

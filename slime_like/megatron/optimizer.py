@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import (
@@ -125,19 +126,28 @@ def resume_schedule(scheduler: OptimizerParamScheduler, saved: dict[str, object]
 
 
 # the last two are one setting of Muon, by release
-LIMITS = ("max_lr", "min_lr", "start_wd", "end_wd", "momentum", "momentum_beta")
+OWN_SETTINGS = (
+    *("max_lr", "min_lr", "start_wd", "end_wd", "betas", "eps"),
+    *("momentum", "momentum_beta"),
+)
 
 
 @contextmanager
-def keep_schedule_limits(optimizer: MegatronOptimizer) -> Iterator[None]:
-    """Keep the run's learning-rate limits while loading an optimizer state, which would overwrite
-    those in the parameter groups."""
+def keep_own_settings(optimizer: MegatronOptimizer) -> Iterator[list[str]]:
+    """Keep the run's settings while loading an optimizer state, which would overwrite those in the
+    parameter groups: the command line takes precedence, whatever the layout. Yields a list that has
+    a description of each setting of Adam that differs afterwards."""
     kept = []
     for group in optimizer.param_groups:
-        kept.append({name: group[name] for name in LIMITS if name in group})
-    yield
-    for group, limits in zip(optimizer.param_groups, kept, strict=True):
-        group.update(limits)
+        kept.append({name: group[name] for name in OWN_SETTINGS if name in group})
+    changes: list[str] = []
+    yield changes
+    for group, settings in zip(optimizer.param_groups, kept, strict=True):
+        for name in ("betas", "eps"):
+            own, saved = settings.get(name), group.get(name)
+            if own is not None and np.any(np.not_equal(own, saved)):
+                changes.append(f"Adam's {name} {own} (checkpoint: {saved})")
+        group.update(settings)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from slime_like.megatron.checkpoint import (
 )
 from slime_like.megatron.factory import FrozenModel, load_network, start_from_policy
 from slime_like.megatron.model.gpt import model_shape
-from slime_like.megatron.optimizer import keep_schedule_limits, resume_schedule
+from slime_like.megatron.optimizer import keep_own_settings, resume_schedule
 
 if TYPE_CHECKING:
     from slime_like.checkpoints.state import TrainerState
@@ -69,7 +69,7 @@ def load_state(
             them.
 
     Returns:
-        The trainer state, and a description of each schedule setting that differs.
+        The trainer state, and a description of each setting of optimizer and schedule that differs.
     """
     trained = dict(backend.trained_networks)
     if not with_critic:
@@ -82,11 +82,12 @@ def load_state(
     for name, frozen in _saved_frozen(backend).items():
         if with_frozen and from_rank_zero((folder / name).is_dir):
             networks[name] = frozen
-    with ExitStack() as limits:
-        limits.enter_context(_in_full_precision(backend))
-        for saved in networks.values():
+    changed: dict[str, list[str]] = {}  # settings of the optimizers
+    with ExitStack() as loading:
+        loading.enter_context(_in_full_precision(backend))
+        for name, saved in networks.items():
             if saved.optimizer is not None:
-                limits.enter_context(keep_schedule_limits(saved.optimizer))
+                changed[name] = loading.enter_context(keep_own_settings(saved.optimizer))
         state = load_checkpoint(
             folder,
             networks,
@@ -101,7 +102,8 @@ def load_state(
             saved_schedule = state["networks"][name]["scheduler"]
             assert saved_schedule is not None, "every network that is trained has one"
             prefix = "" if name == "policy" else f"{name}: "
-            changes = resume_schedule(network.scheduler, saved_schedule)
+            changes = [*dict.fromkeys(changed[name])]
+            changes += resume_schedule(network.scheduler, saved_schedule)
             different += [prefix + change for change in changes]
         else:
             network.weights_changed()

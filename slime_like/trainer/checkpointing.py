@@ -107,7 +107,7 @@ class RunCheckpoints:
         """Load what --load and --critic-load name."""
         config = self.config
         replicas = self.replicas
-        if replicas is not None and config.load == config.save and config.ckpt_step is None:
+        if replicas is not None and config.load_is_save and config.ckpt_step is None:
             logger.info(replicas.restore())
         start = self._load_run()
         if replicas is not None:
@@ -141,7 +141,7 @@ class RunCheckpoints:
             self.backend.policy.load_hf(root)
             start_self_teacher(self.backend)
             return Start(None, root)
-        if root != config.save:
+        if not config.load_is_save:
             raise ValueError(
                 f"--load {root}: holds neither checkpoints nor a Hugging Face model (config.json)"
             )
@@ -198,7 +198,8 @@ class RunCheckpoints:
         if changed:
             warn_rank_0(
                 logger,
-                f"--load {root}: this run's schedule is not the checkpoint's: {'; '.join(changed)}",
+                f"--load {root}: this run's optimizer or schedule is not the checkpoint's: "
+                f"{'; '.join(changed)}",
             )
         if weights_only:
             return Start(None, None, with_critic)

@@ -50,7 +50,7 @@ def resumes(flags: CheckpointConfig) -> bool:
 
     if flags.load is None or flags.finetune:
         return False
-    if flags.checkpoint_replicas and flags.load == flags.save:
+    if flags.checkpoint_replicas and flags.load_is_save:
         return True  # the checkpoint may be in the memory of another node
     return flags.ckpt_step is not None or is_checkpoint_root(flags.load)
 

@@ -82,7 +82,7 @@ def run_ranks(config: RunConfig, rank: int, startup: Say) -> int:
     cautions = list(config.warnings)
     flags = config.checkpoint
     may_be_requeued = bool(os.environ.get(STATUS_FILE))
-    if may_be_requeued and flags.load != flags.save:
+    if may_be_requeued and not flags.load_is_save:
         cautions.append(
             "this job may be requeued and would then start from scratch: set --load to the folder "
             "of --save"
@@ -338,7 +338,7 @@ def command_to_continue(config: RunConfig, world_size: int) -> str:
     argv = mask_argv(config.argv)
     # later words override earlier ones, and a run file: of another checkpoint, the run may have
     # wanted an old step, or a part
-    if flags.load != flags.save:
+    if not flags.load_is_save:
         argv += ["--load", str(flags.save)]
     if flags.ckpt_step is not None:
         argv += ["--ckpt-step", "null"]
@@ -387,7 +387,7 @@ def resumed_output_dir(config: RunConfig) -> str | None:
     flags = config.checkpoint
     if (
         flags.load is None
-        or flags.load != flags.save
+        or not flags.load_is_save
         or flags.finetune
         or flags.ckpt_step is not None
         or not is_checkpoint_root(flags.load)

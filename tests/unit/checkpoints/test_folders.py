@@ -3,6 +3,7 @@ what may go, what the manifest says."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -12,10 +13,17 @@ from pathlib import Path
 import pytest
 
 from slime_like.checkpoints import files
-from slime_like.checkpoints.files import FileRecord, hash_file, hashed_file, write_file
+from slime_like.checkpoints.files import (
+    FileRecord,
+    hash_file,
+    hashed_file,
+    remove_folder,
+    write_file,
+)
 from slime_like.checkpoints.folders import (
     NEXT_TRACKER,
     TRACKER,
+    WRITING,
     checkpoint_folder,
     clean_up,
     complete_steps,
@@ -189,6 +197,33 @@ def test_a_note_of_another_save_winds_no_run_back(
     assert len(clean_up(tmp_path)) == warns
     assert newest_step(tmp_path) == (10, None)
     assert not (tmp_path / NEXT_TRACKER).exists() and not (tmp_path / f"{TRACKER}.tmp").exists()
+
+
+@pytest.mark.parametrize("fails", ["write_file", "rename"])
+def test_a_checkpoint_that_cannot_be_replaced_keeps_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    """A full disk while a run that had gone back saves a step again."""
+    for step in (2, 4):
+        write_checkpoint(tmp_path, step, "old")
+
+    def full(*args: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    rename = os.rename
+
+    def rename_but_the_new(old: Path, new: Path) -> None:
+        return full() if str(old).endswith(WRITING) else rename(old, new)
+
+    if fails == "rename":
+        monkeypatch.setattr(os, "rename", rename_but_the_new)
+    else:
+        monkeypatch.setattr("slime_like.checkpoints.folders.write_file", full)
+    with pytest.raises(OSError, match="No space"):
+        write_checkpoint(tmp_path, 4, "new")
+    monkeypatch.undo()
+    remove_folder(writing_folder(tmp_path, 4))
+    assert newest_step(tmp_path)[0] == 4 and complete_steps(tmp_path) == [2, 4]
 
 
 def test_a_checkpoint_that_is_a_link_is_retired_as_a_link(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from slime_like.checkpoints import files
 from slime_like.checkpoints.state import TRAINER_FILE, read_trainer_state
 
 NETWORK: dict[str, Any] = {"optimizer": ["Adam"], "optimizer_step": 2, "scheduler": None}
@@ -28,6 +29,15 @@ def read(folder: Path, content: object) -> object:
 
 def test_a_state_is_returned_as_it_was_saved(tmp_path: Path) -> None:
     assert read(tmp_path, STATE) == STATE
+
+
+def test_a_state_may_have_any_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rollouts that were sampled ahead are in it: a kilobyte a token with routed experts. Other
+    files of others are bounded."""
+    monkeypatch.setattr(files.read_json, "__defaults__", (None, 100))
+    assert read(tmp_path, STATE) == STATE
+    with pytest.raises(ValueError, match="bytes are too many"):
+        files.read_json(tmp_path / TRAINER_FILE)
 
 
 @pytest.mark.parametrize(

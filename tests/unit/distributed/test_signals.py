@@ -213,7 +213,7 @@ except KeyError:
 def test_what_continues_a_run_is_what_started_it(monkeypatch: pytest.MonkeyPatch) -> None:
     from slime_like.trainer.launch import command_to_continue
 
-    folder = CheckpointConfig(load="runs", save="runs")
+    folder = CheckpointConfig(load="./runs/", save="runs")  # the same, by another name
     config: Any = SimpleNamespace(argv=["--lr", "1"], checkpoint=folder)
     monkeypatch.setattr(sys, "argv", ["train.py"])
     assert command_to_continue(config, 1) == "python train.py --lr 1"

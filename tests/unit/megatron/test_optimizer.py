@@ -229,6 +229,20 @@ def test_a_resumed_optimizer_continues_as_if_never_stopped(
         assert torch.equal(expected, got), name
 
 
+def test_a_resumed_optimizer_has_the_settings_of_its_run() -> None:
+    """Whatever the layout: with another one, megatron-core keeps them itself."""
+    from slime_like.megatron.optimizer import keep_own_settings
+
+    own = {"betas": (0.5, 0.6), "eps": 1e-3, "max_lr": 1.0, "step": 0}
+    saved = {"betas": [0.9, 0.999], "eps": 1e-3, "max_lr": 9.0, "step": 7}
+    optimizer: Any = SimpleNamespace(param_groups=[dict(own), dict(own)])
+    with keep_own_settings(optimizer) as changes:
+        for group in optimizer.param_groups:
+            group.update(saved)
+    assert optimizer.param_groups == [{**own, "step": 7}] * 2
+    assert set(changes) == {"Adam's betas (0.5, 0.6) (checkpoint: [0.9, 0.999])"}
+
+
 def test_all_kinds_train_alike(one_process: None) -> None:
     """Against megatron-core's own fp32 main parameters: the same bits with fp32 state, offloaded or
     not up to the order of operations in torch's fused kernel, and near them in bf16."""
