@@ -54,7 +54,6 @@ COMMANDS: Mapping[str, Command] = {
     "eval-sets": Command(
         "slime_like.cli.eval_sets",
         "list the standard evaluation sets, or check a copy of one",
-        runs=True,
     ),
     "report": Command(
         "slime_like.report.__main__", "write one HTML page about a run: curves, times, rollouts"

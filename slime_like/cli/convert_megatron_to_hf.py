@@ -85,6 +85,12 @@ def convert(args: argparse.Namespace) -> int:
     from slime_like.megatron.init import process_groups
     from slime_like.weights.safetensors_reader import stored_format
 
+    quantized = stored_format(args.hf_checkpoint) if args.quantized else None
+    if args.quantized and not quantized:
+        raise UsageError(
+            f"--quantized: --hf-checkpoint {args.hf_checkpoint} is not quantised; give the "
+            "quantised folder, or remove the flag"
+        )
     folder = checkpoint_folder(args.load, step_of(args))
     warn_of_tokenizer(hf, args.hf_checkpoint)
     started = time.perf_counter()
@@ -106,7 +112,7 @@ def convert(args: argparse.Namespace) -> int:
             folder / args.network,
             args.hf_checkpoint,
             torch_dtype(args.dtype) if args.dtype else None,
-            stored_format(args.hf_checkpoint) if args.quantized else None,
+            quantized,
         )
         with progress(args, "to Hugging Face", source.nbytes) as advance:
             converted = convert_to_hf(

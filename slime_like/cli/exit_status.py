@@ -35,6 +35,8 @@ def exit_status(body: Callable[[], int]) -> int:
     environment also shows the traceback."""
     try:
         return body()
+    except BrokenPipeError:  # the reader of the output has ended: `until_closed` does in silence
+        raise
     except (ConfigError, ValueError, OSError, RunError) as error:
         rank, world = rank_and_world()
         if os.environ.get("SLIME_LIKE_TRACEBACK"):

@@ -59,9 +59,9 @@ def follow(local: LocalCheckpoint, engines: list[str], stop: threading.Event) ->
     name = hashlib.sha256("\n".join(servers).encode()).hexdigest()[:16]
     path = local.source / COPIES / f"{name}.json"
     status = CopyStatus(servers, str(local.folder.absolute()))
-    is_written = False
-    while not stop.wait(LOOK_S if is_written else 0.0):
-        before = status
+    is_written, logged, wait_s = False, "", 0.0
+    while not stop.wait(wait_s):
+        before, wait_s = status, LOOK_S
         try:
             newest = _newest(local.source)
             if newest is not None and (newest != status.update or status.error):
@@ -70,11 +70,17 @@ def follow(local: LocalCheckpoint, engines: list[str], stop: threading.Event) ->
         except (RunError, ValueError, OSError) as error:
             status = dataclasses.replace(status, number=0, error=str(error))
         if status != before or not is_written:
-            with contextlib.suppress(OSError):  # the next status is written again
+            text = status.error or f"the copy {status.folder} is update {status.number}"
+            try:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 replace_file(path, json.dumps(dataclasses.asdict(status)))
                 is_written = True
-            logger.info(status.error or f"the copy {status.folder} is update {status.number}")
+            except OSError as error:  # repeated at the next look
+                is_written = False
+                text += f"; its status {path} cannot be written: {error.strerror or error}"
+            if text != logged or status != before:
+                logger.info(text)
+                logged = text
 
 
 def _newest(source: Path) -> tuple[str, int] | None:

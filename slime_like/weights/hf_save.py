@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -58,6 +59,7 @@ COPIED = (
 )
 # Files that may name classes in the folder's own code
 _NAME_CODE = ("config.json", "tokenizer_config.json", "processor_config.json")
+_TASK = re.compile(r"For(?:CausalLM|(?:Sequence|Token)Classification)$")
 DEFAULT_SHARD_BYTES = 5 * 2**30
 
 
@@ -242,9 +244,7 @@ def finish_folder(
     if quantization is not None:
         config["quantization_config"] = dict(quantization)
     if value_task is not None:
-        config["architectures"] = [
-            name.replace("ForCausalLM", value_task) for name in config["architectures"]
-        ]
+        config["architectures"] = [_TASK.sub(value_task, name) for name in config["architectures"]]
         config |= {"id2label": {"0": "value"}, "label2id": {"value": 0}}
     (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     for path in [*temporary.rglob("*"), temporary]:

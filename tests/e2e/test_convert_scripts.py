@@ -263,6 +263,15 @@ def test_wrong_templates_and_flags_are_named(
             "--network",
             "critic",
         ),
+        f"--quantized: --hf-checkpoint {model} is not quantised; give": (
+            "--load",
+            converted,
+            "--hf-checkpoint",
+            model,
+            "--output",
+            out,
+            "--quantized",
+        ),
     }
     to_megatron: dict[str, tuple[Any, ...]] = {
         "has checkpoints already (steps 0)": ("--hf-checkpoint", model, "--save", converted),

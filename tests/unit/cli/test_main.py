@@ -106,6 +106,28 @@ def test_wrong_command_lines() -> None:
     assert done.returncode == 2 and "--hf-checkpoint" in done.stderr
 
 
+@pytest.mark.parametrize("command", ["eval-sets", "inspect"])
+def test_the_end_of_the_reader_is_silent(command: str, tmp_path: Path) -> None:
+    """`slime-like inspect ... | head`, here of a reader that has ended before the first line."""
+    words = [command, *([str(tmp_path)] if command == "inspect" else [])]
+    (tmp_path / "iter_0000001").mkdir()
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        done = subprocess.run(
+            [*RUN, *words],
+            stdout=write,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=300,
+            cwd=ROOT,
+            env=ENVIRONMENT | {"PYTHONUNBUFFERED": "1"},
+        )
+    finally:
+        os.close(write)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def shell_completes(line: str, folder: Path) -> list[str]:
     answer = folder / "answer"
     environment = {

@@ -13,9 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from slime_like.checkpoints.files import replace_file
 from slime_like.engines.sglang.engine import SglangEngine
 from slime_like.errors import RunError
-from slime_like.weights import delta
+from slime_like.weights import delta, delta_follow
 from slime_like.weights.buckets import as_buckets, as_bytes
 from slime_like.weights.delta_follow import COPIES, CopyStatus, copy_for, follow
 from slime_like.weights.delta_local import LocalCheckpoint
@@ -328,6 +329,50 @@ def test_a_copy_follows_a_new_run_with_the_same_number(model: str, tmp_path: Pat
         thread.join()
     status = status_of(root, engine)
     assert status.update == ("second", 1) and not status.error
+
+
+def test_a_status_that_cannot_be_written_is_tried_again(
+    model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a busy loop; what is in the way is in the log, once."""
+    root, engine = tmp_path / "updates", "http://far:1"
+    root.mkdir()
+    (root / COPIES).write_text("in the way")
+    monkeypatch.setattr(delta_follow.logger, "handlers", [caplog.handler])
+    monkeypatch.setattr(delta_follow.logger, "propagate", False)
+    caplog.set_level("INFO", delta_follow.logger.name)
+    looks: list[None] = []
+    looked = delta_follow._newest
+    monkeypatch.setattr(delta_follow, "LOOK_S", 0.05)
+    monkeypatch.setattr(
+        delta_follow, "_newest", lambda source: looks.append(None) or looked(source)
+    )
+    stop = threading.Event()
+    thread = threading.Thread(
+        target=follow, args=(LocalCheckpoint(root, tmp_path / "copy"), [engine], stop), daemon=True
+    )
+    thread.start()
+    try:
+        stop.wait(0.5)
+        assert 2 <= len(looks) <= 11
+        (message,) = caplog.messages
+        assert f"its status {root / COPIES}" in message and "File exists" in message
+        (root / COPIES).unlink()
+        wait_for(lambda: bool(status_of(root, engine).engines), "the status")
+        fails = [OSError(28, "No space left on device")]
+
+        def full_once(path: Path, text: str) -> None:
+            if fails:
+                raise fails.pop()
+            replace_file(path, text)
+
+        monkeypatch.setattr(delta_follow, "replace_file", full_once)
+        Trainer(model, root, "run").send(1, fresh=True)
+        wait_for(lambda: status_of(root, engine).update == ("run", 1), "the second attempt")
+        assert not fails and any("No space left" in text for text in caplog.messages)
+    finally:
+        stop.set()
+        thread.join()
 
 
 def status_of(root: Path, engine: str) -> CopyStatus:

@@ -181,6 +181,22 @@ def test_a_table_of_integers_does_not_make_a_folder_quantised(tmp_path: Path) ->
     assert found == config
 
 
+@pytest.mark.parametrize("task", ["ForTokenClassification", "ForSequenceClassification"])
+@pytest.mark.parametrize(
+    "source", ["ForCausalLM", "ForTokenClassification", "ForSequenceClassification"]
+)
+def test_a_value_head_has_its_class_whatever_the_source_is(
+    tmp_path: Path, source: str, task: str
+) -> None:
+    """The one has a bias, which transformers drops silently when it reads the other."""
+    made = tmp_path / "made"
+    made.mkdir()
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [f"Qwen3{source}"]}))
+    finish_folder(made, tmp_path, dtype="float32", value_task=task)
+    config = json.loads((made / "config.json").read_text())
+    assert config["architectures"] == [f"Qwen3{task}"]
+
+
 def test_saving_after_kills_and_to_links(tmp_path: Path) -> None:
     source, target = tmp_path / "source", tmp_path / "saved"
     config = {"architectures": ["X"]}
