@@ -48,6 +48,10 @@ run_trainer() {
       return 0
     fi
     sleep "$RESTART_WAIT_S"
+    if [[ -n $TERMINATED ]]; then # meanwhile: requeue, whatever the lost ranks left
+      rm -f "$STATE/status"
+      return 0
+    fi
     mapfile -t left < <(nodes_left "$most")
     if ((${#left[@]} < MIN_NODES)); then
       echo "${#left[@]} of $most node(s) are left, and MIN_NODES is $MIN_NODES"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from arguments.run_config import RunConfig
 from slime_like.config import ConfigError
+from slime_like.errors import RunError
 
 DOES_NOT_FIT = 1
 WRONG = 2
@@ -30,7 +31,7 @@ def run_preflight(config: RunConfig) -> int:
             best = search(config)
             print(text_of_search(best), flush=True)
             result["search"] = [each.as_json() for each in best]
-    except ConfigError as error:
+    except (ConfigError, RunError) as error:
         print(error, file=sys.stderr, flush=True)
         return WRONG
     if config.preflight.preflight_json is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import math
 from collections.abc import Iterator
@@ -12,12 +14,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from arguments.rules.rows import file_of
 from arguments.run_config import RunConfig
 from arguments.schema import DataConfig
 from slime_like.config import ConfigError, Problem
 from slime_like.data.factory import run_image_processor, run_tokenizer
 from slime_like.data.prompts import row_images
 from slime_like.data.row_images import RowImages
+from slime_like.data.values import dotted, with_paths
 from slime_like.distributed.seqlen_balancing import (
     imbalance,
     members,
@@ -166,7 +170,7 @@ def _lengths_of(config: RunConfig, data: DataConfig) -> tuple[NDArray[np.int64],
     limit = data.rollout_max_prompt_len
     key = data.input_key
     count = PROMPTS_READ if config.gpt.vision is None else ROWS_WITH_IMAGES
-    rows = list(_rows(path, count)) if path is not None else []
+    rows = list(_rows(path, key, count)) if path is not None else []
     rows = [row for row in rows if _characters(row.get(key)) is not None]
     if not rows:
         length = limit or DEFAULT_PROMPT
@@ -184,24 +188,41 @@ def _lengths_of(config: RunConfig, data: DataConfig) -> tuple[NDArray[np.int64],
     return kept, source
 
 
-def _rows(path: str, count: int) -> Iterator[dict[str, Any]]:
-    """The first rows of a file."""
-    file = Path(path.partition("@")[0])
+def _rows(spec: str, key: str, count: int) -> Iterator[dict[str, Any]]:
+    """The first rows of a data source's file, without those that cannot be read: the run names
+    them, unless --skip-bad-rows. key: of the prompt, which may be a path into nested objects."""
+    file = file_of(spec)
     if not file.is_file():
         return
     rows: Iterator[object] = iter(())
     if file.suffix == ".jsonl":
-        with file.open(encoding="utf-8") as lines:
-            rows = iter([json.loads(line) for _, line in zip(range(count), lines)])
+        rows = _json_rows(file)
     elif file.suffix == ".parquet":
-        try:
-            from pyarrow.parquet import ParquetFile
-        except ImportError:  # which the run itself will ask for
-            return
-        with ParquetFile(file) as table:
-            batch = next(table.iter_batches(batch_size=count), None)
-            rows = iter([] if batch is None else batch.to_pylist())
-    yield from (row for row in rows if isinstance(row, dict))
+        rows = _parquet_rows(file, count)
+    objects = (row for row in rows if isinstance(row, dict))
+    yield from (with_paths(row, dotted([key])) for row in itertools.islice(objects, count))
+
+
+def _json_rows(file: Path) -> Iterator[object]:
+    with file.open("rb") as lines:
+        for line in lines:
+            # of a blank line, of one that is no UTF-8 or no JSON, of too deep nesting
+            with contextlib.suppress(ValueError, RecursionError):
+                yield json.loads(line.decode("utf-8-sig"))
+
+
+def _parquet_rows(file: Path, count: int) -> Iterator[object]:
+    try:
+        import pyarrow as pa
+        from pyarrow.parquet import ParquetFile
+    except ImportError:  # which the run itself will ask for
+        return
+    with contextlib.suppress(pa.ArrowException, OSError), ParquetFile(file) as table:
+        batch = next(table.iter_batches(batch_size=count), None)
+        for place in range(0 if batch is None else batch.num_rows):
+            # of a value that Python cannot hold
+            with contextlib.suppress(ValueError, OverflowError, TypeError, LookupError):
+                yield from batch.slice(place, 1).to_pylist()
 
 
 def _characters(prompt: object) -> int | None:

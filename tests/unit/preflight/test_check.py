@@ -23,7 +23,7 @@ from arguments.run_config import RunConfig  # noqa: E402
 from slime_like.config import ConfigError  # noqa: E402
 from slime_like.megatron.ops.fused_linear_logprob import BLOCK_ELEMENTS_GPU  # noqa: E402
 from slime_like.preflight import run_preflight  # noqa: E402
-from slime_like.preflight.batches import batches_of, response_lengths  # noqa: E402
+from slime_like.preflight.batches import batches_of, prompt_lengths, response_lengths  # noqa: E402
 from slime_like.preflight.check import check, chosen_ranks  # noqa: E402
 from slime_like.preflight.fake_world import world_as_rank  # noqa: E402
 from slime_like.preflight.memory import head_bytes, micro_batches_in_flight  # noqa: E402
@@ -436,6 +436,33 @@ def test_lengths_and_micro_batches(tmp_path: Path) -> None:
     config = tiny(tmp_path, "--preflight-lengths", "lognormal:40:0.5")
     drawn = response_lengths(config, 4000, np.random.default_rng(1))
     assert abs(math.log(float(np.median(drawn)) / 40)) < 0.1 and drawn.max() <= 128
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_rows_are_found_as_the_run_finds_them(tmp_path: Path, kind: str) -> None:
+    """A path with an @, a range, a key of nested objects; blank lines, and rows that are skipped."""
+    file = tmp_path / f"rows@2.{kind}"
+    rows = [{"x": {"prompt": "a" * n}, "label": "1"} for n in (40, 80)]
+    if kind == "jsonl":
+        lines = [json.dumps(row).encode() for row in rows]
+        file.write_bytes(b"\xef\xbb\xbf" + b"\n\n \n\xff\n{bad\n".join([*lines, b""]))
+    else:
+        pa = pytest.importorskip("pyarrow")
+        pq = pytest.importorskip("pyarrow.parquet")
+        far = pa.array([0, 10**15, 0]).cast(pa.timestamp("s"))  # of the second row: no datetime
+        columns = {name: [row[name] for row in (rows[0], *rows)] for name in rows[0]}
+        pq.write_table(pa.table({**columns, "time": far}), file)
+    words = ("--prompt-data", f"{file}@[0:2]", "--input-key", "x.prompt", "--skip-bad-rows", "9")
+    lengths, source = prompt_lengths(tiny(tmp_path, *words))
+    assert lengths.tolist() == [10, 20] and str(file) in source
+
+
+def test_servers_that_do_not_fit_are_one_message(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = "--rollout-engine sglang --colocate --rollout-num-gpus-per-engine 3"
+    assert run_preflight(tiny(tmp_path, *words.split(), world=12)) == 2
+    assert "--rollout-num-gpus-per-engine 3 do not fit" in capsys.readouterr().err
 
 
 def test_a_budget_below_the_longest_sample_says_what_holds_it(tmp_path: Path) -> None:

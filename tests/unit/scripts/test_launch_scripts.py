@@ -225,6 +225,24 @@ def test_slurm_starts_the_trainer_again_on_the_nodes_that_are_left(
         assert line.endswith("node.sh --lr 1e-6")
 
 
+def test_slurm_requeues_a_job_that_is_stopped_while_it_waits_to_restart(tmp_path: Path) -> None:
+    """Whatever status the lost trainer left."""
+    environment = slurm(tmp_path, node=0)
+    for name, text in {
+        "srun": 'echo "$@" >> "$RECORD.srun"; echo 1 > "$SLIME_LIKE_STATUS_FILE"; exit 1',
+        "sinfo": 'echo "alpha alloc"',
+        "sleep": 'if [[ $1 == 31 ]]; then kill -TERM "$PPID"; fi',
+    }.items():
+        (tmp_path / "bin" / name).write_text(f"#!/usr/bin/env bash\n{text}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    environment |= {"MIN_NODES": "1", "RESTART_WAIT_S": "31", "REQUEUE": "0"}
+    script = ["bash", str(ROOT / "scripts/slurm/train.sbatch")]
+    done = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 75 and "stopped by SIGTERM: requeued" in done.stdout, done.stdout
+    assert len((tmp_path / "record.json.srun").read_text().splitlines()) == 1
+    assert (tmp_path / "record.json.requeued").read_text() == "123456\n"
+
+
 @pytest.mark.parametrize(
     "script",
     sorted(
