@@ -44,7 +44,7 @@ from arguments.surroundings import require_surroundings
 from arguments.teacher import build_teacher
 from arguments.translate.hydra import translate_hydra
 from arguments.translate.settings import planned_world_size, translate_settings
-from arguments.values import ParsedArgs, merge
+from arguments.values import ParsedArgs, merge, merge_settings
 from slime_like.config import ConfigError, Problem
 from slime_like.distributed.signals import LAUNCHER_STATUS_FILE
 from slime_like.errors import RunError
@@ -130,16 +130,16 @@ def make_config(
             nested mappings, as in a run file. A `config` in it names a run file, over which the
             settings take precedence.
         world_size: Number of processes.
-        flags: Further settings, which take precedence over `settings`.
+        flags: Further settings, which take precedence over `settings` however these are written, as
+            a command line does over a run file.
 
     Raises:
         ConfigError: With every problem.
     """
-    given = {**(settings or {}), **flags}
     words: list[str] = []
 
     def read(parser: LauncherParser) -> Sources:
-        parsed = read_settings(given, parser)
+        parsed = merge_settings(read_settings(settings or {}, parser), read_settings(flags, parser))
         words[:] = as_words(parsed, parser.table)
         return _with_run_file(parsed, parser, words)
 

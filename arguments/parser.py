@@ -321,6 +321,7 @@ class LauncherParser(argparse.ArgumentParser):
         action = self._option_string_actions.get(name)
         if isinstance(action, Setting):
             if value is None:
+                parsed.unset.add(action.dest)
                 return
             if action.dest in parsed.typed:
                 return parsed.add_problem(typed, value, parsed.duplicate_message(action.dest, line))

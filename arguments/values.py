@@ -44,15 +44,12 @@ class ParsedArgs:
             self.invalid.add(dest)
 
     def duplicate_message(self, dest: str, line: int | None) -> str:
-        """Error message for a key of a run file, in `line`, whose setting an earlier key has
-        set."""
-        place = "" if line is None else f", in line {line}"
+        """Error message for a key, in `line` of a run file, whose setting an earlier one has."""
+        place = "" if self.file is None else " in the run file"
+        place += "" if line is None else f", in line {line}"
         first = self.lines.get(dest)
         first_place = "" if first is None else f" in line {first}"
-        return (
-            f"is set twice in the run file{place}, first as {self.typed[dest]}{first_place}; "
-            "keep one of them"
-        )
+        return f"is set twice{place}, first as {self.typed[dest]}{first_place}; keep one of them"
 
     def assign(self, dest: str, value: object, typed: str) -> None:
         """Set a field. The last value counts; two different flags that disagree are a problem."""
@@ -197,6 +194,14 @@ def merge(run_file: ParsedArgs, line: ParsedArgs) -> ParsedArgs:
         run_file.invalid | line.invalid,
         run_file.typed | line.typed,
     )
+
+
+def merge_settings(settings: ParsedArgs, later: ParsedArgs) -> ParsedArgs:
+    """Merge two sources of settings over a run file, of which `later` takes precedence."""
+    merged = merge(settings, later)
+    merged.turned_off = settings.turned_off | later.turned_off
+    merged.custom_argv = settings.custom_argv + later.custom_argv
+    return merged
 
 
 _QUOTED_NULL = re.compile(r'"+null"+')

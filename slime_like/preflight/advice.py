@@ -8,7 +8,7 @@ from itertools import islice
 from arguments.parse import parse_args
 from arguments.run_config import RunConfig
 from slime_like.config import ConfigError
-from slime_like.preflight.batches import PlannedBatches
+from slime_like.preflight.batches import PlannedBatches, batches_of
 from slime_like.preflight.memory import RankReport, server_fraction
 
 STATE = ("weights", "gradients", "optimizer: fp32 parameters", "optimizer: moments", "critic")
@@ -61,8 +61,17 @@ def flags_that_help(config: RunConfig, rank: RankReport, batches: PlannedBatches
     suggestions = [*first[:2], *(flags[0] for flags in others), *first[2:]]
     for flags in others:
         suggestions += flags[1:]
-    legal = (f for f in dict.fromkeys(suggestions) if with_flags(config, f.split()) is not None)
-    return list(islice(legal, 3))
+    useful = (flags for flags in dict.fromkeys(suggestions) if _helps(config, flags, batches))
+    return list(islice(useful, 3))
+
+
+def _helps(config: RunConfig, flags: str, batches: PlannedBatches) -> bool:
+    """Whether the rules take the flags, and a token budget makes the largest micro-batch smaller,
+    which has at least the longest sample."""
+    planned = with_flags(config, flags.split())
+    if planned is None:
+        return False
+    return "--max-tokens-per-gpu" not in flags or batches_of(planned).tokens < batches.tokens
 
 
 def _deeper(config: RunConfig) -> list[int]:

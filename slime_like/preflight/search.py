@@ -34,7 +34,7 @@ FLOPS = 400e12  # bf16 FLOP/s that an H100 reaches in matrix products of this si
 WITHIN_NODE = 300e9
 BETWEEN_NODES = 40e9
 BEST = 5
-MAX_CHECKED = 12
+MAX_CHECKED = 12  # from the first one that fits
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +54,7 @@ class Layout:
         if self.expert is not None:
             flags += ["--expert-model-parallel-size", str(self.expert)]
             flags += ["--expert-tensor-parallel-size", "1" if self.expert > 1 else "null"]
-        if self.tensor > 1:
-            flags.append("--sequence-parallel")
-        return flags
+        return [*flags, "--sequence-parallel", *([] if self.tensor > 1 else ["false"])]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +88,13 @@ def search(config: RunConfig) -> list[Candidate]:
             ranked.append((step_seconds(planned, shape), layout, planned))
     ranked.sort(key=lambda item: item[0])
     fitting: list[Candidate] = []
-    for seconds, layout, planned in ranked[:MAX_CHECKED]:
+    checked = 0
+    for seconds, layout, planned in ranked:
         preflight = check(planned)
         if preflight.fits:
             fitting.append(Candidate(layout, seconds, preflight.bubble, preflight))
-        if len(fitting) == BEST:
+        checked += bool(fitting)
+        if len(fitting) == BEST or checked == MAX_CHECKED:
             break
     return fitting
 
@@ -130,8 +130,7 @@ def may_fit(config: RunConfig, shape: ModelShape, layout: Layout) -> bool:
 
 def with_layout(config: RunConfig, layout: Layout) -> RunConfig | None:
     """The run with the flags of another layout; None if validation rejects it."""
-    flags = [] if layout.tensor > 1 else ["--sequence-parallel", "false"]
-    return with_flags(config, [*layout.flags, *flags])
+    return with_flags(config, layout.flags)
 
 
 def step_seconds(config: RunConfig, shape: ModelShape) -> float:

@@ -75,6 +75,31 @@ def test_later_mappings_take_precedence(given: dict[str, object]) -> None:
     assert make_config({**given, "rollout_seed": 3}, rollout_seed=4).data.rollout_seed == 4
 
 
+@pytest.mark.parametrize(
+    "settings_", [{"eps-clip": 0.3}, {"algorithm": {"eps_clip": 0.3}}, {"eps": {"clip": 0.3}}]
+)
+def test_flags_take_precedence_however_settings_are_written(
+    given: dict[str, object], settings_: dict[str, object]
+) -> None:
+    assert make_config({**given, **settings_}).policy_loss.eps_clip == 0.3
+    config = make_config({**given, **settings_}, eps_clip=0.1)
+    assert config.policy_loss.eps_clip == 0.1
+    assert parse_args(config.argv, 1).policy_loss.eps_clip == 0.1
+    assert make_config({**given, **settings_}, eps_clip=None).policy_loss.eps_clip == 0.2
+
+
+def test_a_flag_replaces_the_other_of_its_pair(given: dict[str, object]) -> None:
+    """As the command line does over a run file: num_epoch over num_rollout of the settings."""
+    config = make_config(given, num_epoch=1)
+    assert config.rollout.num_epoch == 1 and "--num-rollout" not in config.argv
+
+
+def test_two_spellings_in_one_mapping_are_a_problem(given: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="is set twice, first as --eps-clip") as caught:
+        make_config({**given, "eps-clip": 0.1, "eps_clip": 0.3})
+    assert "run file" not in str(caught.value)
+
+
 PARSER = launcher_parser()
 TEXT_FLAGS = {
     flag.dest: flag.kind

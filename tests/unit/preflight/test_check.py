@@ -30,7 +30,7 @@ from slime_like.preflight.memory import head_bytes, micro_batches_in_flight  # n
 from slime_like.preflight.one_rank import build_rank, gradient_bytes  # noqa: E402
 from slime_like.preflight.passes import run_micro_batch, run_stage  # noqa: E402
 from slime_like.preflight.report import duration, json_of, text_of  # noqa: E402
-from slime_like.preflight.search import Layout, search, with_layout  # noqa: E402
+from slime_like.preflight.search import MAX_CHECKED, Layout, search, with_layout  # noqa: E402
 from slime_like.preflight.shape import shape_of  # noqa: E402
 from tests.paths import ROOT  # noqa: E402
 from tests.unit.command_lines import HF_CONFIG, complete, problems_of  # noqa: E402
@@ -540,6 +540,15 @@ def test_a_cap_of_logits_needs_a_block_in_the_head(tmp_path: Path) -> None:
     assert more == 4 * BLOCK_ELEMENTS_GPU
 
 
+def test_a_budget_that_changes_nothing_is_no_advice(tmp_path: Path) -> None:
+    """The largest micro-batch is a sample, of 129 tokens at most."""
+    words = "--preflight-memory-gb 0.001 --use-dynamic-batch-size --max-tokens-per-gpu"
+    advice = check(tiny(tmp_path, *words.split(), "129")).advice
+    assert advice and not any("--max-tokens-per-gpu" in flags for flags in advice)
+    advice = check(tiny(tmp_path, *words.split(), "999")).advice
+    assert any("--max-tokens-per-gpu" in flags for flags in advice)
+
+
 def test_search_names_layouts_that_the_rules_take(tmp_path: Path) -> None:
     """Its flags replace those of the command line, whichever way they were spelled."""
     config = tiny(tmp_path, "--pipeline-model-parallel-size=2", world=8)
@@ -549,6 +558,33 @@ def test_search_names_layouts_that_the_rules_take(tmp_path: Path) -> None:
     assert (sizes.tensor_model_parallel_size, sizes.pipeline_model_parallel_size) == (2, 1)
     assert sizes.context_parallel_size == 2 and planned.parallel.sequence_parallel
     assert with_layout(config, Layout(tensor=8, pipeline=1, context=1, expert=None)) is None
+
+
+def test_search_prints_the_flags_that_it_checked(tmp_path: Path) -> None:
+    """They are appended to the command line of the run, which may have sequence parallelism."""
+    words = "--tensor-model-parallel-size 2 --sequence-parallel"
+    config = tiny(tmp_path, *words.split(), world=8)
+    layout = Layout(tensor=1, pipeline=2, context=1, expert=None)
+    planned, printed = with_layout(config, layout), parse_args([*config.argv, *layout.flags], 8)
+    assert planned is not None and planned.parallel == printed.parallel
+    assert not printed.parallel.sequence_parallel
+
+
+def test_search_goes_on_until_a_layout_fits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that fit may be slower than all that are otherwise examined."""
+    examined: list[RunConfig] = []
+
+    def last_fits(config: RunConfig) -> SimpleNamespace:
+        examined.append(config)
+        return SimpleNamespace(fits=len(examined) == 2 * MAX_CHECKED, bubble=0.0)
+
+    monkeypatch.setattr("slime_like.preflight.search.check", last_fits)
+    (found,) = search(tiny(tmp_path, "--rollout-batch-size", "16", world=64))
+    chosen = examined[2 * MAX_CHECKED - 1].parallel
+    assert found.layout.pipeline == chosen.pipeline_model_parallel_size
+    assert 2 * MAX_CHECKED <= len(examined) < 3 * MAX_CHECKED
 
 
 @pytest.mark.slow
