@@ -217,10 +217,19 @@ class FlagTable:
         return min(partial, key=len, default=None)
 
     def _known_elsewhere(self, name: str) -> str | None:
-        """The flag for a name in verl, TRL or OpenRLHF: by its last words, or by its last part if
-        that is a flag here."""
+        """The flag for a name in verl, TRL or OpenRLHF; for one of a critic, the critic's if it has
+        its own."""
         if (key := KEYS.get(name.removeprefix("--"))) is not None:
             return key.flag
+        flag = self._by_last_words(name)
+        if flag is not None and "critic" in normalise(name).removeprefix("--").split("-"):
+            of_critic = self.spellings.get(flag.replace("--", "--critic-", 1))
+            if of_critic is not None and not of_critic.flag.rejection:
+                return of_critic.flag.on[0]
+        return flag
+
+    def _by_last_words(self, name: str) -> str | None:
+        """The flag for the last words of a name, or its last part if that is a flag here."""
         *sections, last = name.removeprefix("--").split(".")
         last = normalise(f"--{last}")
         words = normalise(name).removeprefix("--").split("-")

@@ -64,6 +64,8 @@ SKYRL: Mapping[str, Key] = {
     "trainer.logger": _TRACKER,
 }
 _ACTOR = "actor_rollout_ref.actor"
+_LOSS = f"{_ACTOR}.policy_loss.loss_mode"
+_CLIP, _CLIP_LOW, _CLIP_HIGH = (f"{_ACTOR}.clip_ratio{side}" for side in ("", "_low", "_high"))
 _ROLLOUT = "actor_rollout_ref.rollout"
 VERL: Mapping[str, Key] = {
     "actor_rollout_ref.model.path": Key("--hf-checkpoint"),
@@ -85,7 +87,7 @@ VERL: Mapping[str, Key] = {
     "algorithm.norm_adv_by_std_in_grpo": Key("--disable-grpo-std-normalization", negated=True),
     "algorithm.gamma": Key("--gamma"),
     "algorithm.lam": Key("--lambd"),
-    f"{_ACTOR}.policy_loss.loss_mode": Key("--policy-loss-type", {"vanilla": "ppo"}),
+    _LOSS: Key("--policy-loss-type", {"vanilla": "ppo"}),
     f"{_ACTOR}.loss_agg_mode": Key(
         "--loss-reduction",
         {
@@ -94,9 +96,9 @@ VERL: Mapping[str, Key] = {
             "seq-mean-token-sum-norm": "seq_mean_token_sum_norm",
         },
     ),
-    f"{_ACTOR}.clip_ratio": Key("--eps-clip"),
-    f"{_ACTOR}.clip_ratio_low": Key("--eps-clip"),
-    f"{_ACTOR}.clip_ratio_high": Key("--eps-clip-high"),
+    _CLIP: Key("--eps-clip"),
+    _CLIP_LOW: Key("--eps-clip", nothing=("null",)),
+    _CLIP_HIGH: Key("--eps-clip-high", nothing=("null",)),
     f"{_ACTOR}.clip_ratio_c": Key("--eps-clip-c"),
     f"{_ACTOR}.use_kl_loss": Key("--use-kl-loss"),
     f"{_ACTOR}.kl_loss_coef": Key("--kl-loss-coef"),
@@ -118,6 +120,12 @@ VERL: Mapping[str, Key] = {
     "trainer.experiment_name": Key("--tracker-run-name"),
 }
 KEYS = {**SKYRL, **VERL}
+# with verl's cispo, whose bounds are those of its other losses
+_CISPO = {
+    _CLIP: Key("--cispo-eps-clip-low"),
+    _CLIP_LOW: Key("--cispo-eps-clip-low", nothing=("null",)),
+    _CLIP_HIGH: Key("--cispo-eps-clip-high", nothing=("null",)),
+}
 # verl's function of a reward, two keys that are one flag here
 REWARD_FILE = "custom_reward_function.path"
 REWARD_NAME = "custom_reward_function.name"
@@ -159,6 +167,8 @@ def translate_hydra(
         for word, is_value in values_marked(argv, num_values)
         if not is_value and (pair := hydra_pair(word)) is not None
     )
+    is_cispo = theirs.get(_LOSS) == "cispo"
+    keys = {**KEYS, **_CISPO} if is_cispo else KEYS
     for word, is_value in values_marked(argv, num_values):
         pair = hydra_pair(word)
         if pair is None or is_value:
@@ -175,11 +185,15 @@ def translate_hydra(
             theirs, "algorithm.use_kl_in_reward"
         ):
             notes.append(f"{NOT_TRANSLATED}{word}: verl uses it with use_kl_in_reward only")
-        elif key in KEYS:
+        elif key == _CLIP and theirs.get(_CLIP_LOW, "null") != "null":
+            notes.append(f"{word}: verl uses clip_ratio_low in its place")
+        elif key in keys:
             try:
-                words += _words(KEYS[key], value)
+                words += _words(keys[key], value)
             except ValueError as error:
-                notes.append(f"{NOT_TRANSLATED}{word}: {KEYS[key].flag} {error}")
+                notes.append(f"{NOT_TRANSLATED}{word}: {keys[key].flag} {error}")
+            if key == _CLIP and is_cispo and theirs.get(_CLIP_HIGH, "null") == "null":
+                words += _words(keys[_CLIP_HIGH], value)
         elif "." not in key or name in spellings or name in _ALIASES or is_foreign(name):
             words.append(word)
         else:

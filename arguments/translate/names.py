@@ -166,6 +166,8 @@ NAMES_ELSEWHERE: Mapping[str, str] = {
     "rollout-n": "--n-samples-per-prompt",
     "num-generations": "--n-samples-per-prompt",
     "ppo-micro-batch-size-per-gpu": "--micro-batch-size",
+    "micro-train-batch-size": "--micro-batch-size",
+    "per-device-train-batch-size": "--micro-batch-size",
     "use-dynamic-bsz": "--use-dynamic-batch-size",
     "ppo-max-token-len-per-gpu": "--max-tokens-per-gpu",
     "adv-estimator": "--advantage-estimator",

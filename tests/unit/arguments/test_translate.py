@@ -134,6 +134,32 @@ def test_whole_lines_of_verl_and_skyrl(theirs: str, ours: str) -> None:
     assert not [note for note in notes if note.startswith(hydra.NOT_TRANSLATED)]
 
 
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("L=cispo low=10 high=0.2", "--cispo-eps-clip-low 10.0 --cispo-eps-clip-high 0.2"),
+        ("high=0.2 low=10 L=cispo", "--cispo-eps-clip-high 0.2 --cispo-eps-clip-low 10.0"),
+        ("L=cispo C=0.3", "--cispo-eps-clip-low 0.3 --cispo-eps-clip-high 0.3"),
+        ("L=cispo C=0.3 high=4", "--cispo-eps-clip-low 0.3 --cispo-eps-clip-high 4.0"),
+        ("low=0.1 C=0.3 high=0.4", "--eps-clip 0.1 --eps-clip-high 0.4"),
+        ("C=0.3 low=0.1", "--eps-clip 0.1"),
+        ("C=0.3 low=null", "--eps-clip 0.3"),
+    ],
+)
+def test_the_clip_bounds_of_verl(theirs: str, ours: str) -> None:
+    """In any order; cispo has its own."""
+    actor = "actor_rollout_ref.actor."
+    names = {"L": "policy_loss.loss_mode", "C": "clip_ratio"}
+    names |= {side: f"clip_ratio_{side}" for side in ("low", "high")}
+    pairs = (pair.split("=") for pair in theirs.split())
+    words, notes = translate([f"{actor}{names[name]}={value}" for name, value in pairs])
+    found = dict(zip(words[::2], words[1::2], strict=True))
+    assert found.pop("--policy-loss-type", "ppo") == ("cispo" if "cispo" in theirs else "ppo")
+    expected = ours.split()
+    assert found == dict(zip(expected[::2], expected[1::2], strict=True))
+    assert not [note for note in notes if note.startswith(hydra.NOT_TRANSLATED)]
+
+
 def test_keys_without_a_counterpart_are_listed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
