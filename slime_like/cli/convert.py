@@ -68,13 +68,11 @@ def conversion_parser(
     return result
 
 
-def start(args: argparse.Namespace) -> HfModel:
-    """Prepare this process for a conversion; returns the parsed config.json of --hf-checkpoint.
-    Raises UsageError."""
+def start(args: argparse.Namespace) -> None:
+    """Prepare this process for a conversion. Raises UsageError."""
     on_the_cpu()
     require_surroundings()
     import megatron_patches
-    from arguments.hf.model import read_hf_model
     from slime_like.trainer.launch import quiet_dependencies
 
     quiet_dependencies()
@@ -82,7 +80,6 @@ def start(args: argparse.Namespace) -> HfModel:
     set_up_logging(rank_and_world()[0])
     if args.workers < 1:
         raise UsageError(f"--workers {args.workers}: must be >= 1")
-    return read_hf_model(args.hf_checkpoint, value_head=args.network == "critic")
 
 
 def torch_dtype(name: str) -> torch.dtype:

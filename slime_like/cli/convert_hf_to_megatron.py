@@ -80,7 +80,11 @@ def layout_of(args: argparse.Namespace, hf: HfModel, world: int) -> ParallelConf
 
 
 def convert(args: argparse.Namespace) -> int:
-    hf = start(args)
+    start(args)
+    from arguments.hf.model import read_hf_model
+
+    critic = args.network == "critic"
+    hf = read_hf_model(args.hf_checkpoint, value_head=critic)
     world = rank_and_world()[1]
     parallel = layout_of(args, hf, world)
     warn_of_tokenizer(hf, args.hf_checkpoint)
@@ -91,7 +95,6 @@ def convert(args: argparse.Namespace) -> int:
     from slime_like.megatron.init import model_parallel_groups, world_of_processes
 
     dtype = torch_dtype(args.dtype or hf.dtype or "fp32")
-    critic = args.network == "critic"
     vision = None
     if args.vision_tower:
         vision = read_vision(args.hf_checkpoint, hf, trained=not critic)

@@ -76,35 +76,39 @@ def convert(args: argparse.Namespace) -> int:
         raise UsageError(
             "--verify excludes --quantized: quantised weights differ from the checkpoint's"
         )
-    hf = start(args)
+    start(args)
+    from arguments.hf.model import read_hf_model
     from arguments.hf.vision import read_vision
     from slime_like.checkpoints.folders import checkpoint_folder
     from slime_like.conversion.network import MetaNetwork, conversion_layout
-    from slime_like.conversion.to_hf import NetworkSource, convert_to_hf
+    from slime_like.conversion.to_hf import NetworkSource, convert_to_hf, has_value_head
     from slime_like.megatron.checkpoint.load import open_checkpoint
     from slime_like.megatron.init import process_groups
     from slime_like.weights.safetensors_reader import stored_format
 
+    critic = args.network == "critic"
+    folder = checkpoint_folder(args.load, step_of(args))
+    # rm_loss trains the policy with one
+    value_head = critic or has_value_head(folder / args.network)
+    hf = read_hf_model(args.hf_checkpoint, value_head=value_head)
     quantized = stored_format(args.hf_checkpoint) if args.quantized else None
     if args.quantized and not quantized:
         raise UsageError(
             f"--quantized: --hf-checkpoint {args.hf_checkpoint} is not quantised; give the "
             "quantised folder, or remove the flag"
         )
-    folder = checkpoint_folder(args.load, step_of(args))
     warn_of_tokenizer(hf, args.hf_checkpoint)
     started = time.perf_counter()
     parallel = conversion_layout(hf)
-    critic = args.network == "critic"
     with process_groups(parallel, virtual_stages=None, seed=1) as layout:
         state = open_checkpoint(folder, verify=not args.no_verify_checkpoint)
         check_network(args.network, folder, state)
-        mtp_layers = None if critic else state["model"].get("mtp_num_layers")
+        mtp_layers = None if value_head else state["model"].get("mtp_num_layers")
         vision = None
         if state["model"].get("vision_tower"):
             vision = read_vision(args.hf_checkpoint, hf, trained=not critic)
         network = MetaNetwork(
-            hf, parallel, layout, value_head=critic, mtp_layers=mtp_layers, vision=vision
+            hf, parallel, layout, value_head=value_head, mtp_layers=mtp_layers, vision=vision
         )
         check_template(args.hf_checkpoint, folder, state, network)
         source = NetworkSource(
@@ -121,6 +125,8 @@ def convert(args: argparse.Namespace) -> int:
                 args.output,
                 checkpoint=folder,
                 max_shard_bytes=size,
+                # a reward model's, as --save-hf writes it: its bias is 0
+                value_task="ForTokenClassification" if critic else "ForSequenceClassification",
                 workers=args.workers,
                 advance=advance,
             )

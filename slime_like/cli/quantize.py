@@ -70,7 +70,6 @@ def parser() -> argparse.ArgumentParser:
         help="threads; each writes a file and holds one weight",
     )
     result.add_argument("--no-progress", action="store_true")
-    result.set_defaults(network="policy")
     return result
 
 
@@ -78,8 +77,10 @@ def quantize(args: argparse.Namespace) -> int:
     size = shard_bytes(args.max_shard_size)
     check_flags(args)
     start(args)
+    from arguments.hf.model import read_hf_model
     from slime_like.conversion.quantize import Method, QuantizedCopy, check_output, quantize_folder
 
+    read_hf_model(args.hf_checkpoint)  # refuses what is not supported
     check_output(args.output)
     started = time.perf_counter()
     method = Method(

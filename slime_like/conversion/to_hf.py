@@ -24,7 +24,7 @@ from slime_like.distributed.collectives import from_rank_zero
 from slime_like.megatron.checkpoint.tensors import CheckpointTensors
 from slime_like.weights.export_plan import DEFAULT_BUCKET_BYTES, Parameter, TensorPlan
 from slime_like.weights.hf_save import check_folders, complete_folder
-from slime_like.weights.parameter_map import float32_buffers
+from slime_like.weights.parameter_map import VALUE_HEAD, float32_buffers
 from slime_like.weights.quantized import QuantizedWeight
 from slime_like.weights.safetensors_reader import WeightFiles, weights_digest
 from slime_like.weights.safetensors_writer import ShardPlan, plan_shards
@@ -33,9 +33,19 @@ from slime_like.weights.untrained import (
     repeated_tensors,
     untrained_plans,
     untrained_prefixes,
+    with_tables_only,
 )
 
 NOT_WEIGHTS = ("optimizer.", "chained_", "_extra_state")
+
+
+def has_value_head(folder: Path) -> bool:
+    """Whether a network's folder of a checkpoint is a critic's or a reward model's. False if it
+    cannot be read."""
+    try:
+        return not VALUE_HEAD.keys() - CheckpointTensors(folder).entries.keys()
+    except ValueError:
+        return False
 
 
 class NetworkSource:
@@ -58,13 +68,21 @@ class NetworkSource:
             quantized: The quantised weights, by name.
 
         Raises:
-            ConfigError: If the template is a different model.
+            ConfigError: If the template is a different model, or the checkpoint is an adapter's.
             ValueError: If the checkpoint is damaged.
         """
         self.network = network
         self._template = template
         self.stored = CheckpointTensors(folder)
         self._dtype = dtype
+        if any(key.endswith(".lora_A") for key in self.stored.tensor_names()):
+            reason = "holds the adapters of a LoRA run, not a model; " + (
+                "a critic's are not exported"
+                if network.value_head
+                else "repeat the run's command with --save-hf (merged into the base) or "
+                "--lora-save-path (the adapter): a finished run only writes them"
+            )
+            raise ConfigError([Problem("--load", str(folder), reason)])
         if problems := self._differences():
             reason = (
                 f"is not the model of checkpoint {folder}: {describe(problems)}; give the folder "
@@ -84,7 +102,10 @@ class NetworkSource:
             for plan in parameter.outputs
         }
         self._repeated = repeated_tensors(network.hf, mtp_layers)
-        copies_untrained = not network.value_head and untrained_prefixes(network.hf, mtp_layers)
+        hf = network.hf
+        if network.value_head:
+            hf = with_tables_only(hf, self._export.fixed)
+        copies_untrained = untrained_prefixes(hf, mtp_layers)
         if not (self._repeated or copies_untrained):
             return
         self.origin += weights_digest(template)
@@ -95,7 +116,7 @@ class NetworkSource:
             if copies_untrained:
                 plans = untrained_plans(
                     files,
-                    network.hf,
+                    hf,
                     mtp_layers,
                     quantized=bool(quantized),
                     dtype=dtype,
@@ -154,19 +175,20 @@ def convert_to_hf(
     *,
     checkpoint: Path,
     max_shard_bytes: int,
+    value_task: str = "ForTokenClassification",  # it has a bias
     workers: int = 1,
     advance: Advance = lambda size: None,
 ) -> Converted:
-    """Write the network as a Hugging Face folder at `output`. Collective; each of `workers` threads
-    writes one file at a time and holds two copies of one parameter. Raises ValueError or OSError on
-    every rank; partial output is kept next to `output` for the next attempt."""
+    """Write the network as a Hugging Face folder at `output`, one with a value head under the class
+    of transformers that ends with `value_task`. Collective; each of `workers` threads writes one
+    file at a time and holds two copies of one parameter. Raises ValueError or OSError on every
+    rank; partial output is kept next to `output` for the next attempt."""
     folder = Path(output)
     from_rank_zero(lambda: check_folders(folder, Path(template)))
     shards = plan_shards((planned for _, planned in source.tensors.values()), max_shard_bytes)
 
     def complete(partial: Path) -> None:
-        task = "ForTokenClassification"  # it has a bias
-        complete_folder(partial, Path(template), shards, value_task=task)
+        complete_folder(partial, Path(template), shards, value_task=value_task)
 
     kept = write_shards(
         folder,

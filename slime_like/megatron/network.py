@@ -48,7 +48,7 @@ from slime_like.weights.hf_export import HfExport
 from slime_like.weights.hf_import import load_hf_weights
 from slime_like.weights.hf_save import save_hf
 from slime_like.weights.quantized import QuantizedWeight
-from slime_like.weights.untrained import repeated_tensors, untrained_weights
+from slime_like.weights.untrained import repeated_tensors, untrained_weights, with_tables_only
 
 if TYPE_CHECKING:
     from megatron.core.transformer.module import MegatronModule
@@ -177,10 +177,10 @@ class Network:
         the folder `source`; one with a value head as a sequence classifier. See `export_hf`."""
         self.finish_updates()
         weights = self.export_hf(hf, None, bucket_bytes, quantized)
-        if self.value_head:
-            save_hf(folder, weights, source)
-            return
         layers = self.gpt.mtp_num_layers
+        if self.value_head:
+            layers = None
+            hf = with_tables_only(hf, self.hf_export(hf, None, bucket_bytes, quantized).fixed)
         untrained = untrained_weights(hf, source, layers, quantized=bool(quantized))
         save_hf(folder, weights, source, extra=untrained, duplicates=repeated_tensors(hf, layers))
 

@@ -96,6 +96,12 @@ class HfExport:
         self.parameters = _parameters(self._family, self._sizes, owners, self._quantized, experts)
         self._plan = plan_buckets(self.parameters, find_senders(layout), experts, bucket_bytes)
 
+    @property
+    def fixed(self) -> list[str]:
+        """Names of the tables that the network reads and never exports."""
+        tables = (mapping for mapping in self._family.values() if mapping.fixed)
+        return [name for mapping in tables for name in mapping.hf_shapes(self._sizes)]
+
     def stream(self, deltas: MappingOf[str, Callable[[], Tensor]] | None = None) -> WeightStream:
         """Every Hugging Face tensor, in buckets of at most `bucket_bytes`, or of one larger
         parameter.

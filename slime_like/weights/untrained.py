@@ -41,6 +41,13 @@ def with_trained_tower(hf: HfModel, vision: VisionSettings) -> HfModel:
     return replace(hf, untrained_prefixes=others)
 
 
+def with_tables_only(hf: HfModel, tables: Iterable[str]) -> HfModel:
+    """The model of a value head, which is saved without untrained weights but those that it reads.
+
+    tables: `HfExport.fixed`."""
+    return replace(hf, untrained_layers=0, untrained_prefixes=tuple(tables))
+
+
 def _starts_any(names: Iterable[str], prefix: str) -> bool:
     return any(name.startswith(prefix) for name in names)
 

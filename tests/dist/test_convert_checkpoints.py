@@ -36,6 +36,7 @@ from slime_like.conversion.to_hf import NetworkSource, convert_to_hf  # noqa: E4
 from slime_like.conversion.to_megatron import convert_to_megatron  # noqa: E402
 from slime_like.conversion.verify import compare_bits  # noqa: E402
 from slime_like.megatron.checkpoint import save  # noqa: E402
+from slime_like.megatron.network import Network  # noqa: E402
 from slime_like.megatron.parallel_layout import ParallelLayout  # noqa: E402
 
 # tensor, pipeline, virtual, expert, expert-tensor: as written, as loaded
@@ -202,6 +203,29 @@ def test_a_file_in_bfloat16_keeps_what_training_keeps_in_float32(
     assert compare_bits(source, str(output)) == len(full.parameters)
     config = json.loads((output / "config.json").read_text())
     assert config.get("dtype", config.get("torch_dtype")) == "bfloat16"
+
+
+def test_a_value_head_has_the_tables_that_it_reads(alone: ParallelLayout, tmp_path: Path) -> None:
+    """DeepSeek-V4's experts by token are no weights; nothing else that is untrained is copied."""
+    model, out = str(tmp_path / "model"), tmp_path / "out"
+    make_tiny_model("DeepseekV4ForCausalLM", Path(model), num_hidden_layers=4)
+    hf = read_hf_model(model, value_head=True)
+    settings = conversion_layout(hf)
+    network = MetaNetwork(hf, settings, alone, value_head=True)
+    done = convert_to_megatron(network, model, str(tmp_path / "ck"), workers=1)
+    network = MetaNetwork(hf, settings, alone, value_head=True)
+    source = NetworkSource(network, done.folder / "critic", model)
+    convert_to_hf(source, model, str(out), checkpoint=done.folder, max_shard_bytes=10**8)
+    before, after = stored_weights(model), stored_weights(str(out))
+    tables = [name for name in before if name.endswith(".tid2eid")]
+    assert tables and all(torch.equal(before[name], after[name]) for name in tables)
+    assert compare_bits(source, str(out)) == len(network.parameters)
+    read_hf_model(str(out), value_head=True)
+    trained = Network(network.config, network.gpt, "local", alone, value_head=True)
+    trained.save_hf(str(tmp_path / "saved"), hf, model)
+    saved = stored_weights(str(tmp_path / "saved"))
+    assert saved.keys() == after.keys()
+    assert all(torch.equal(before[name], saved[name]) for name in tables)
 
 
 def test_a_conversion_continues_with_files_of_its_own_template_only(

@@ -88,6 +88,17 @@ def test_two_ranks_continue_from_one(work: Workspace, server: TrainServer, tmp_p
     one, two, more = (tmp_path / name for name in ("one", "two", "more"))
     common = dict(**LORA, lr_decay_iters=4)
     server.train(work.flags(one, num_rollout=2, save=tmp_path / "saved", **common), one).ok()
+    words = (
+        "--load",
+        tmp_path / "saved",
+        "--hf-checkpoint",
+        work.model,
+        "--output",
+        tmp_path / "no",
+    )
+    done = server.run("scripts.convert_megatron_to_hf", words, tmp_path / "refused")
+    assert done.status == 2 and "holds the adapters of a LoRA run, not a model" in done.err
+    assert "--save-hf" in done.err and "--lora-save-path" in done.err
     server.train(
         work.flags(
             more, num_rollout=3, load=tmp_path / "saved", lora_save_path=more / "adapter", **common

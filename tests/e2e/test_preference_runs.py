@@ -131,6 +131,15 @@ def test_a_reward_model_prefers_answers_that_it_has_not_seen(
     pairs = [scores_of(tmp_path / "rm", word) for word in HELD_OUT]
     assert sum(chosen > rejected for chosen, rejected in pairs) > 0.9 * len(pairs)
     assert load_file(tmp_path / "rm/model.safetensors")["score.bias"].item() == 0
+    words = ("--load", tmp_path / "save", "--hf-checkpoint", work.model, "--output", tmp_path / "converted")  # fmt: skip
+    common = ("--no-progress", "--verify", "checksums", "logits")
+    done = server.run("scripts.convert_megatron_to_hf", (*words, *common), tmp_path / "log4").ok()
+    assert done.out.count("\nverified: ") == 2
+    one, other = (json.loads((tmp_path / at / "config.json").read_text()) for at in ("rm", "converted"))  # fmt: skip
+    assert one == other and "ForSequenceClassification" in one["architectures"][0]
+    saved, found = (load_file(tmp_path / at / "model.safetensors") for at in ("rm", "converted"))
+    assert saved.keys() == found.keys()
+    assert all(torch.equal(tensor, found[name]) for name, tensor in saved.items())
     critic = work.flags(tmp_path / "ppo", advantage_estimator="ppo", critic_load=tmp_path / "rm", num_rollout=1)  # fmt: skip
     server.train(critic, tmp_path / "log3", ranks=2).ok()
     assert abs(rows_of(tmp_path / "ppo")[0]["rollout/values_mean"]) > 1e-3
