@@ -218,11 +218,11 @@ def _parquet_rows(file: Path, count: int) -> Iterator[object]:
     except ImportError:  # which the run itself will ask for
         return
     with contextlib.suppress(pa.ArrowException, OSError), ParquetFile(file) as table:
-        batch = next(table.iter_batches(batch_size=count), None)
-        for place in range(0 if batch is None else batch.num_rows):
-            # of a value that Python cannot hold
-            with contextlib.suppress(ValueError, OverflowError, TypeError, LookupError):
-                yield from batch.slice(place, 1).to_pylist()
+        for batch in itertools.islice(table.iter_batches(batch_size=count), 1):
+            for place in range(batch.num_rows):
+                # of a value that Python cannot hold
+                with contextlib.suppress(ValueError, OverflowError, TypeError, LookupError):
+                    yield from batch.slice(place, 1).to_pylist()
 
 
 def _characters(prompt: object) -> int | None:
