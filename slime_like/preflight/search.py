@@ -34,7 +34,7 @@ FLOPS = 400e12  # bf16 FLOP/s that an H100 reaches in matrix products of this si
 WITHIN_NODE = 300e9
 BETWEEN_NODES = 40e9
 BEST = 5
-MAX_CHECKED = 12  # from the first one that fits
+MAX_CHECKED = 12  # until none has fitted, and from the first one that fits
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +55,15 @@ class Layout:
             flags += ["--expert-model-parallel-size", str(self.expert)]
             flags += ["--expert-tensor-parallel-size", "1" if self.expert > 1 else "null"]
         return [*flags, "--sequence-parallel", *([] if self.tensor > 1 else ["false"])]
+
+    def is_within(self, other: Layout) -> bool:
+        """Whether no size is larger than the other's, so that a rank holds at least as much."""
+        return (
+            self.tensor <= other.tensor
+            and self.pipeline <= other.pipeline
+            and self.context <= other.context
+            and (self.expert or 1) <= (other.expert or 1)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,15 +97,38 @@ def search(config: RunConfig) -> list[Candidate]:
             ranked.append((step_seconds(planned, shape), layout, planned))
     ranked.sort(key=lambda item: item[0])
     fitting: list[Candidate] = []
+    too_large: list[Layout] = []
     checked = 0
     for seconds, layout, planned in ranked:
+        if any(layout.is_within(each) for each in too_large):
+            continue
         preflight = check(planned)
+        checked += 1
         if preflight.fits:
+            if not fitting:
+                checked = 1
             fitting.append(Candidate(layout, seconds, preflight.bubble, preflight))
-        checked += bool(fitting)
-        if len(fitting) == BEST or checked == MAX_CHECKED:
+        else:
+            too_large.append(layout)
+        if len(fitting) == BEST or (fitting and checked == MAX_CHECKED):
+            break
+        if not fitting and checked == MAX_CHECKED and not _smallest_fit(ranked, too_large):
             break
     return fitting
+
+
+def _smallest_fit(
+    ranked: Sequence[tuple[float, Layout, RunConfig]], too_large: Sequence[Layout]
+) -> bool:
+    """Whether a layout fits of those that divide the model the most: if none does, none fits, and
+    building all of a large model would take long."""
+    candidates = [layout for _, layout, _ in ranked]
+    for _, layout, planned in ranked:
+        if any(layout != each and layout.is_within(each) for each in candidates):
+            continue
+        if layout not in too_large and check(planned).fits:
+            return True
+    return False
 
 
 def layouts(config: RunConfig) -> Iterator[Layout]:

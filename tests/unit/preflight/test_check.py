@@ -30,7 +30,7 @@ from slime_like.preflight.memory import head_bytes, micro_batches_in_flight  # n
 from slime_like.preflight.one_rank import build_rank, gradient_bytes  # noqa: E402
 from slime_like.preflight.passes import run_micro_batch, run_stage  # noqa: E402
 from slime_like.preflight.report import duration, json_of, text_of  # noqa: E402
-from slime_like.preflight.search import MAX_CHECKED, Layout, search, with_layout  # noqa: E402
+from slime_like.preflight.search import MAX_CHECKED, Layout, layouts, search, with_layout  # noqa: E402
 from slime_like.preflight.shape import shape_of  # noqa: E402
 from tests.paths import ROOT  # noqa: E402
 from tests.unit.command_lines import HF_CONFIG, complete, problems_of  # noqa: E402
@@ -570,21 +570,30 @@ def test_search_prints_the_flags_that_it_checked(tmp_path: Path) -> None:
     assert not printed.parallel.sequence_parallel
 
 
+@pytest.mark.parametrize("needed", [64, 65])
 def test_search_goes_on_until_a_layout_fits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, needed: int
 ) -> None:
-    """Those that fit may be slower than all that are otherwise examined."""
-    examined: list[RunConfig] = []
+    """Those that fit may be slower than all that are otherwise examined; that none does is known
+    from those that divide the model the most."""
+    examined: list[int] = []
 
-    def last_fits(config: RunConfig) -> SimpleNamespace:
-        examined.append(config)
-        return SimpleNamespace(fits=len(examined) == 2 * MAX_CHECKED, bubble=0.0)
+    def shared_by_enough(config: RunConfig) -> SimpleNamespace:
+        sizes = config.parallel
+        ranks = sizes.tensor_model_parallel_size * sizes.pipeline_model_parallel_size
+        examined.append(ranks * sizes.context_parallel_size)
+        return SimpleNamespace(fits=examined[-1] >= needed, bubble=0.0)
 
-    monkeypatch.setattr("slime_like.preflight.search.check", last_fits)
-    (found,) = search(tiny(tmp_path, "--rollout-batch-size", "16", world=64))
-    chosen = examined[2 * MAX_CHECKED - 1].parallel
-    assert found.layout.pipeline == chosen.pipeline_model_parallel_size
-    assert 2 * MAX_CHECKED <= len(examined) < 3 * MAX_CHECKED
+    monkeypatch.setattr("slime_like.preflight.search.check", shared_by_enough)
+    config = tiny(tmp_path, "--rollout-batch-size", "16", world=64)
+    found = search(config)
+    assert examined[0] < 64
+    if needed == 64:
+        sizes = [each.layout.tensor * each.layout.pipeline * each.layout.context for each in found]
+        assert sizes and min(sizes) >= needed
+        assert [each.seconds for each in found] == sorted(each.seconds for each in found)
+    else:
+        assert found == [] and len(examined) < 2 * MAX_CHECKED < len(list(layouts(config)))
 
 
 @pytest.mark.slow
