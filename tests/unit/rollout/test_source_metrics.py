@@ -8,6 +8,7 @@ import torch
 
 from slime_like.rollout.evaluate import score
 from slime_like.rollout.source_metrics import source_metrics
+from slime_like.samples.episodes import complete
 from slime_like.samples.groups import SampleGroup
 from slime_like.types import Sample, SampleStatus
 
@@ -42,8 +43,9 @@ def test_each_source_has_its_own() -> None:
 
 
 def test_lengths_are_those_of_all_sequences_of_an_episode() -> None:
-    episode, other = group(0, 1.0).samples[0], group(0, 0.0).samples[0]
-    branch = group(3, 0.0).samples[0]
+    episode, other, branch = complete(
+        group(number, reward).samples[0] for number, reward in ((0, 1.0), (0, 0.0), (3, 0.0))
+    )
     branched = replace(
         episode, status=SampleStatus.TRUNCATED, branches=(replace(branch, group_id=0, sample_id=0),)
     )
