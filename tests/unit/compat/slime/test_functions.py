@@ -17,7 +17,7 @@ import torch
 from arguments.function_args import function_args
 from arguments.parse import parse_args
 from arguments.run_config import RunConfig
-from slime_like.batching.turn_credit import TURNS
+from slime_like.batching.turn_credit import SUMMED, TURNS
 from slime_like.cli.tiny_model import make_tokenizer
 from slime_like.compat.slime.adapter import SlimeAdapter
 from slime_like.compat.slime.samples import SlimeSample, from_slime, to_slime
@@ -401,7 +401,7 @@ def test_a_record_of_turns_goes_with_tokens_that_a_sample_hook_changes(tmp_path:
 
     apply = SlimeAdapter(run_of(tmp_path)).sample_hook([("--rollout-sample-hook-path own", hook)])
     for i, kept in enumerate((True, False)):
-        given = sample(i, "ab", metadata={TURNS: {"spans": [[[0, 2, 0]]]}})
+        given = sample(i, "ab", metadata={TURNS: {"spans": [[[0, 2, 0]]], SUMMED: True}})
         found = asyncio.run(apply(given, make_tokenizer(), None, False))
         assert found.metadata["seen"] and (TURNS in found.metadata) == kept
 
