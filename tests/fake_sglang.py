@@ -47,6 +47,9 @@ from slime_like.weights.export_plan import TensorPlan
 from slime_like.weights.quantized import QuantizedWeight
 from slime_like.weights.safetensors_reader import stored_format
 
+# what tests ask servers for
+SAMPLING = SamplingParams(max_new_tokens=8)
+REQUESTS = [GenerateRequest(10 + i, (3 + i, 5, 7), seed=100 + i) for i in range(3)]
 ATTEMPTS = 3  # of a request
 Answer = dict[str, Any]
 Fault = Callable[["Handler", Answer], None]  # writes what comes back in place of the answer

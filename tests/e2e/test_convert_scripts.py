@@ -224,6 +224,7 @@ def test_wrong_templates_and_flags_are_named(
     server: TrainServer, models: Path, converted: Path, tmp_path: Path
 ) -> None:
     model, llama, out, new = models / "moe", models / "llama", tmp_path / "hf", tmp_path / "x"
+    given = ("--load", converted, "--hf-checkpoint", model, "--output", out)
     to_hf: dict[str, tuple[Any, ...]] = {
         "num_moe_experts 4 (template: None)": (
             "--load",
@@ -233,45 +234,10 @@ def test_wrong_templates_and_flags_are_named(
             "--output",
             out,
         ),
-        "--ckpt-step 7": (
-            "--load",
-            converted,
-            "--ckpt-step",
-            7,
-            "--hf-checkpoint",
-            model,
-            "--output",
-            out,
-        ),
-        "--max-shard-size 5parsec": (
-            "--load",
-            converted,
-            "--hf-checkpoint",
-            model,
-            "--output",
-            out,
-            "--max-shard-size",
-            "5parsec",
-        ),
-        "--network critic": (
-            "--load",
-            converted,
-            "--hf-checkpoint",
-            model,
-            "--output",
-            out,
-            "--network",
-            "critic",
-        ),
-        f"--quantized: --hf-checkpoint {model} is not quantised; give": (
-            "--load",
-            converted,
-            "--hf-checkpoint",
-            model,
-            "--output",
-            out,
-            "--quantized",
-        ),
+        "--ckpt-step 7": (*given, "--ckpt-step", 7),
+        "--max-shard-size 5parsec": (*given, "--max-shard-size", "5parsec"),
+        "--network critic": (*given, "--network", "critic"),
+        f"--quantized: --hf-checkpoint {model} is not quantised; give": (*given, "--quantized"),
     }
     to_megatron: dict[str, tuple[Any, ...]] = {
         "has checkpoints already (steps 0)": ("--hf-checkpoint", model, "--save", converted),

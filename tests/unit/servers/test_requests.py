@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
-from slime_like.engines.base import GenerateOutput, GenerateRequest, SamplingParams
+from slime_like.engines.base import GenerateOutput
 from slime_like.engines.sglang.engine import SglangEngine
 from tests.fake_sglang import (
+    REQUESTS,
+    SAMPLING,
     Answer,
     FakeServer,
     Handler,
@@ -20,9 +22,6 @@ from tests.fake_sglang import (
     fake_servers,
     make_served_model,
 )
-
-SAMPLING = SamplingParams(max_new_tokens=8)
-REQUESTS = [GenerateRequest(10 + i, (3 + i, 5, 7), seed=100 + i) for i in range(3)]
 
 
 @pytest.fixture(scope="module")

@@ -10,13 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from slime_like.engines.base import GenerateOutput, GenerateRequest, SamplingParams
+from slime_like.engines.base import GenerateOutput
 from slime_like.engines.local.engine import LocalEngine
 from slime_like.engines.sglang.engine import SglangEngine
 from slime_like.errors import RunError
 from slime_like.servers.router import Router
 from slime_like.weight_sync.settings import AdapterSettings
 from tests.fake_sglang import (
+    REQUESTS,
+    SAMPLING,
     FakeServer,
     engine_of,
     fake_servers,
@@ -25,8 +27,6 @@ from tests.fake_sglang import (
 )
 from tests.real_servers import in_background, wait_until
 
-SAMPLING = SamplingParams(max_new_tokens=8)
-REQUESTS = [GenerateRequest(10 + i, (3 + i, 5, 7), seed=100 + i) for i in range(3)]
 ADAPTER = AdapterSettings(rank=4, alpha=8.0)
 LOADS = {
     "broadcast": "/load_lora_adapter_from_tensors",

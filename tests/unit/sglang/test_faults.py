@@ -31,6 +31,8 @@ from slime_like.sglang.api import SglangApi
 from slime_like.weight_sync.servers import UpdateIncomplete
 from tests.fake_sglang import (
     ATTEMPTS,
+    REQUESTS,
+    SAMPLING,
     Answer,
     FakeServer,
     Fault,
@@ -47,9 +49,6 @@ from tests.fake_sglang import (
     text,
     weights_of,
 )
-
-SAMPLING = SamplingParams(max_new_tokens=8)
-REQUESTS = [GenerateRequest(10 + i, (3 + i, 5, 7), seed=100 + i) for i in range(3)]
 
 
 @pytest.fixture(scope="module")

@@ -10,11 +10,15 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from slime_like.engines.base import GenerateOutput, GenerateRequest, SamplingParams
-from tests.fake_sglang import engine_of, fake_servers, make_served_model, weights_of
-
-SAMPLING = SamplingParams(max_new_tokens=8)
-REQUESTS = [GenerateRequest(10 + i, (3 + i, 5, 7), seed=100 + i) for i in range(3)]
+from slime_like.engines.base import GenerateOutput
+from tests.fake_sglang import (
+    REQUESTS,
+    SAMPLING,
+    engine_of,
+    fake_servers,
+    make_served_model,
+    weights_of,
+)
 
 
 @pytest.mark.parametrize("delta", [None, {"full_interval": 8}])

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from slime_like.engines.base import GenerateOutput, GenerateRequest, SamplingParams
+from slime_like.engines.base import GenerateOutput, SamplingParams
 from slime_like.engines.local.engine import LocalEngine
 from slime_like.engines.served import ServedEngine
 from slime_like.engines.vllm.factory import VllmProgram
@@ -24,6 +24,8 @@ from slime_like.vllm.api import VllmApi
 from slime_like.vllm.launch import EXTENSION_FOLDER
 from slime_like.vllm.server_check import Needs, check_server
 from tests.fake_sglang import (
+    REQUESTS,
+    SAMPLING,
     Answer,
     Fault,
     changed,
@@ -35,9 +37,6 @@ from tests.fake_sglang import (
     weights_of,
 )
 from tests.fake_vllm import GENERATE, FakeVllm, of_method, vllm_engine_of, vllm_servers
-
-SAMPLING = SamplingParams(max_new_tokens=8)
-REQUESTS = [GenerateRequest(10 + i, (3 + i, 5, 7), seed=100 + i) for i in range(3)]
 
 
 @pytest.fixture(scope="module")
